@@ -80,7 +80,13 @@ def settings(kind: type[BaseModel], prefix: str = "", given: BaseModel | None = 
     """
     for name, field in kind.model_fields.items():
         required = field.is_required() and given is None
-        value = None if required else getattr(given, name) if given is not None else field.get_default(call_default_factory=True)
+        value = (
+            None
+            if required
+            else getattr(given, name)
+            if given is not None
+            else field.get_default(call_default_factory=True, validated_data={})
+        )
         models = _models(field.annotation)
         if not models or (value is None and not required):
             text = " ".join((field.description or "").split())

@@ -1,0 +1,144 @@
+"""The `specdraft` command: one verb a stage, each a recipe and a function of it.
+
+Heavy modules are imported inside the verbs, so that `specdraft --help` answers at once. Logs and progress go to
+stderr; the last line of stdout is one JSON object. Exit codes: 0 done, 1 failed, 2 wrong use.
+"""
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+
+import typer
+from typer.core import TyperCommand
+
+if TYPE_CHECKING:
+    from specdraft.config import Recipe
+
+
+class Stage(NamedTuple):
+    """Where a verb's recipe and function live; `module` is imported only when the verb runs or explains itself."""
+
+    module: str
+    recipe: str
+    function: str
+    help: str
+    example: str
+
+    def load(self) -> "tuple[type[Recipe], Callable[[Recipe], dict[str, Any]]]":
+        module = importlib.import_module(self.module)
+        return getattr(module, self.recipe), getattr(module, self.function)
+
+
+STAGES = {
+    "respond": Stage(
+        "specdraft.data.respond",
+        "RespondRecipe",
+        "respond",
+        "Have the target answer prompts: a drafter learns from the target's own words. Resumable.",
+        "specdraft respond --config configs/eagle3-smollm2-135m/respond.yaml",
+    ),
+    "capture": Stage(
+        "specdraft.data.store",
+        "CaptureRecipe",
+        "capture",
+        "Keep the target's features of the answers on disk, so that several epochs pay for them once.",
+        "specdraft capture --config configs/eagle3-smollm2-135m/capture.yaml",
+    ),
+    "train": Stage(
+        "specdraft.training",
+        "TrainRecipe",
+        "train",
+        "Train a drafter against the target's distributions. The checkpoint is what engines serve.",
+        "specdraft train --config configs/eagle3-smollm2-135m.yaml training.learning_rate=3e-4",
+    ),
+    "eval": Stage(
+        "specdraft.evaluation",
+        "EvaluateRecipe",
+        "evaluate_recipe",
+        "Measure a drafter on prompts: alpha, tau, speed, losslessness; report.json, .md and .html.",
+        "specdraft eval --config configs/eagle3-smollm2-135m/eval.yaml",
+    ),
+}
+
+Config = Annotated[
+    list[Path] | None,
+    typer.Option("--config", "-c", metavar="FILE", help="YAML recipe; give it again for a layer on top of the first."),
+]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that win over the files.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe as YAML and stop.")]
+
+
+class StageCommand(TyperCommand):
+    """A command whose help goes on with every setting of its recipe."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        super().format_help(ctx, formatter)
+        if self.name in STAGES:
+            _print_settings(STAGES[self.name])
+
+
+app = typer.Typer(
+    help="Train, measure and publish drafters for lossless speculative decoding.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _main() -> None:
+    """Train, measure and publish drafters for lossless speculative decoding.
+
+    prompts -> respond -> (capture) -> train -> eval -> report. `specdraft VERB --help` names every setting.
+    """
+
+
+def _add_verb(name: str, stage: Stage) -> None:
+    def verb(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
+        run(name, config or [], overrides or [], dry_run)
+
+    verb.__doc__ = f"{stage.help}\n\nExample: {stage.example}"
+    app.command(name, cls=StageCommand, help=verb.__doc__, no_args_is_help=True)(verb)
+
+
+def run(name: str, paths: list[Path], overrides: list[str], dry_run: bool = False) -> None:
+    """Run one stage as the command does. Raises typer.Exit with code 1 or 2 when it fails."""
+    from specdraft.config import RecipeError, SpecdraftError, load_recipe
+
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        with contextlib.redirect_stdout(sys.stderr):  # whatever a library prints is a log
+            recipe_class, function = STAGES[name].load()
+            recipe = load_recipe(recipe_class, paths, overrides)
+            summary = None if dry_run else function(recipe)
+    except SpecdraftError as error:
+        typer.echo(f"specdraft {name}: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, RecipeError) else 1) from error
+    if os.environ.get("RANK", "0") == "0":  # one answer, however many processes were launched
+        typer.echo(recipe.to_yaml().rstrip() if summary is None else json.dumps(summary))
+
+
+def _print_settings(stage: Stage) -> None:
+    from specdraft.config import settings
+
+    recipe_class, _ = stage.load()
+    typer.echo(" Settings, given in a YAML file or as KEY=VALUE:\n")
+    for setting in settings(recipe_class):
+        default = "required" if setting.default is None else f"default {setting.default}"
+        typer.echo(f"   {typer.style(setting.name, bold=True)}: {setting.kind}, {default}")
+        typer.echo(textwrap.fill(setting.help, 100, initial_indent=" " * 7, subsequent_indent=" " * 7))
+
+
+for _name, _stage in STAGES.items():
+    _add_verb(_name, _stage)
+
+
+if __name__ == "__main__":
+    app()
