@@ -31,17 +31,17 @@ class SeededDice:
     def __init__(self, seeds: Sequence[int]) -> None:
         self._streams = [torch.Generator().manual_seed(seed) for seed in seeds]
 
-    def _uniform(self, rows: Sequence[int]) -> Tensor:
+    def uniform(self, rows: Sequence[int]) -> Tensor:
         draws = [torch.rand((), generator=self._streams[row], dtype=torch.float64) for row in rows]
         return torch.stack(draws) if draws else torch.empty(0, dtype=torch.float64)
 
     def accept(self, chance: Tensor, rows: Sequence[int]) -> Tensor:
-        return self._uniform(rows).to(chance.device) < chance
+        return self.uniform(rows).to(chance.device) < chance
 
     def draw(self, law: Tensor, rows: Sequence[int]) -> Tensor:
         """By the inverse of the cumulative law, in float64; a token of probability 0 is never drawn."""
         total = law.double().cumsum(-1)
-        threshold = self._uniform(rows).to(law.device)[:, None] * total[:, -1:]
+        threshold = self.uniform(rows).to(law.device)[:, None] * total[:, -1:]
         token = torch.searchsorted(total, threshold, right=True).squeeze(-1)
         last = law.shape[-1] - 1 - (law.flip(-1) > 0).int().argmax(-1)
         return torch.minimum(token, last)

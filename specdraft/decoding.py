@@ -1,0 +1,259 @@
+"""The one speculative loop: any drafter, any batch, any temperature.
+
+    prefill -> root -> [ propose a tree -> one target pass over it -> verify -> commit -> remember ] until every row ends
+
+Plain decoding is the same loop without a drafter: a tree without nodes, and one token a pass.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from specdraft.config import SpecdraftError
+from specdraft.dice import Dice, SeededDice
+from specdraft.drafters.base import Drafter
+from specdraft.target import FrozenTarget, Observation, Session
+from specdraft.tree import DraftTree
+from specdraft.verify import Verdict, verify
+from specdraft.warping import Warp
+
+
+class Round(NamedTuple):
+    """One target pass, seen from one row."""
+
+    offered: int
+    """Depths at which a candidate stood on the accepted path: `accepted` or `accepted + 1`."""
+    accepted: int
+    """Accepted drafted tokens, before the row is trimmed at an end token or at the length cap."""
+    emitted: int
+    """Tokens that entered the output."""
+    proposed: int
+    """Candidate nodes in the tree."""
+    chances: tuple[float, ...]
+    """At each offered depth, the analytic probability that some candidate is accepted."""
+
+
+@dataclass
+class Generation:
+    """What one prompt became. The first token comes from the prompt's own pass and belongs to no round."""
+
+    tokens: list[int] = field(default_factory=list)
+    rounds: list[Round] = field(default_factory=list)
+    ended: bool = False
+    """An end token was reached (it is the last of `tokens`), not the length cap."""
+    pit: list[float] = field(default_factory=list)
+    """Sampled decoding: for each token, a uniform draw from [P(ids < token), P(ids <= token)] under the target's p, made
+    by a stream of its own. Uniform on [0, 1] if, and for all practical purposes only if, tokens follow p."""
+
+
+@dataclass
+class Decoding:
+    generations: list[Generation]
+    """In the order of the prompts."""
+    prefill_seconds: float = 0.0
+    target_seconds: float = 0.0
+    """In the target's verification passes, head and warping included."""
+    drafter_seconds: float = 0.0
+    other_seconds: float = 0.0
+    """In verification, commits and bookkeeping."""
+    passes: int = 0
+    """Target passes after the prompts', over batches."""
+
+    @property
+    def new_tokens(self) -> int:
+        return sum(len(generation.tokens) for generation in self.generations)
+
+    @property
+    def seconds(self) -> float:
+        return self.prefill_seconds + self.target_seconds + self.drafter_seconds + self.other_seconds
+
+    @contextmanager
+    def timed(self, what: str, device: torch.device):
+        start = time.perf_counter()
+        yield
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        setattr(self, what, getattr(self, what) + time.perf_counter() - start)
+
+
+@torch.no_grad()
+def generate(
+    target: FrozenTarget,
+    drafter: Drafter | None,
+    prompts: Sequence[Sequence[int]],
+    *,
+    warp: Warp,
+    max_new_tokens: int,
+    batch_size: int = 1,
+    seed: int = 0,
+    progress: Callable[[int], None] | None = None,
+) -> Decoding:
+    """Decode `prompts` (token ids) in batches, in order. `drafter` None is plain decoding.
+
+    A row's outcome depends on (seed, its index), not on the rows beside it or the batch size. `progress` is called with
+    the number of prompts done since the last call. Raises SpecdraftError for an empty prompt or cap.
+    """
+    if max_new_tokens < 1:
+        raise SpecdraftError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+    if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
+        raise SpecdraftError(f"prompt {empty[0]} has no token; every prompt needs at least one")
+    decoding = Decoding([Generation() for _ in prompts])
+    for start in range(0, len(prompts), batch_size):
+        indices = range(start, min(start + batch_size, len(prompts)))
+        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed)
+        batch.prefill([prompts[index] for index in indices])
+        while batch.alive:
+            batch.round()
+        if progress is not None:
+            progress(len(indices))
+    return decoding
+
+
+class _Batch:
+    """Rows that are decoded together; a row that ends leaves the batch."""
+
+    def __init__(
+        self,
+        target: FrozenTarget,
+        drafter: Drafter | None,
+        warp: Warp,
+        cap: int,
+        decoding: Decoding,
+        indices: Sequence[int],
+        seed: int,
+    ) -> None:
+        self.target, self.drafter, self.warp, self.cap, self.decoding = target, drafter, warp, cap, decoding
+        self.session: Session = target.session(drafter.taps if drafter is not None else (), len(indices))
+        self.ends = frozenset(target.end_ids)
+        self.alive = [decoding.generations[index] for index in indices]
+        self.dice: Dice = SeededDice([_seed(seed, index, 0) for index in indices])
+        self.pit_dice = SeededDice([_seed(seed, index, 1) for index in indices])
+        self.roots = torch.empty(0, dtype=torch.int64)
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        tokens, mask = pad(prompts, self.target.device)
+        with self.decoding.timed("prefill_seconds", self.target.device):
+            seen = self.session.read(tokens, mask)
+            last = seen.hidden[torch.arange(len(prompts), device=mask.device), mask.sum(1) - 1]
+            logits = self.target.head(last)
+            if self.warp.greedy:
+                self.roots = logits.argmax(-1)
+            else:
+                law = self.warp(logits)
+                self.roots = self.dice.draw(law, range(len(prompts)))
+                self._transform(law[:, None], self.roots[:, None], torch.ones_like(self.roots))
+        with self.decoding.timed("drafter_seconds", self.target.device):
+            self.memory = None if self.drafter is None else self.drafter.begin(seen, self.roots)
+        for row, token in enumerate(self.roots.tolist()):
+            self._emit(self.alive[row], [token])
+        self._drop_ended()
+
+    def round(self) -> None:
+        device = self.target.device
+        with self.decoding.timed("drafter_seconds", device):
+            if self.drafter is None:
+                tree = DraftTree.empty(len(self.alive), device)
+            else:
+                tree = self.drafter.propose(self.memory, warp=self.warp, dice=self.dice)
+        with self.decoding.timed("target_seconds", device):
+            seen = self.session.extend(self.roots, tree)
+            p = self._law(seen)
+        with self.decoding.timed("other_seconds", device):
+            verdict = verify(tree, p, self.dice)
+            committed = self.session.commit(verdict)
+            self.roots = verdict.token
+            emitted = torch.cat([committed.tokens[:, 1:], torch.zeros_like(self.roots)[:, None]], 1)
+            emitted.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
+            if not self.warp.greedy:
+                self._transform(_laws_of(p, verdict), emitted, verdict.accepted + 1)
+            self._record(tree, verdict, emitted)
+            self.decoding.passes += 1
+        if self.drafter is not None and any(map(self._goes_on, self.alive)):
+            with self.decoding.timed("drafter_seconds", device):
+                self.memory = self.drafter.remember(self.memory, verdict, committed)
+        with self.decoding.timed("other_seconds", device):
+            self._drop_ended()
+
+    def _law(self, seen: Observation) -> Tensor:
+        """p at the root and every node: probabilities, or argmax ids where decoding is greedy."""
+        logits = self.target.head(seen.hidden)
+        if self.warp.greedy:
+            if not torch.isfinite(top := logits.amax(-1)).all():
+                row = int((~torch.isfinite(top)).nonzero()[0, 0])
+                raise ValueError(f"the target's logits hold NaN or infinity in pass {self.decoding.passes}, row {row}")
+            return logits.argmax(-1)
+        return self.warp(logits)
+
+    def _record(self, tree: DraftTree, verdict: Verdict, emitted: Tensor) -> None:
+        """Append each row's tokens and round."""
+        proposed = (tree.candidate & tree.present).sum(1).tolist()
+        offered, chances, accepted = verdict.offered.sum(1).tolist(), verdict.chance.tolist(), verdict.accepted.tolist()
+        for row, tokens in enumerate(emitted.tolist()):
+            count = self._emit(self.alive[row], tokens[: accepted[row] + 1])
+            chance = tuple(chances[row][: offered[row]])
+            self.alive[row].rounds.append(Round(offered[row], accepted[row], count, proposed[row], chance))
+
+    def _emit(self, generation: Generation, tokens: list[int]) -> int:
+        """Append up to an end token or the cap; returns how many."""
+        tokens = tokens[: self.cap - len(generation.tokens)]
+        for place, token in enumerate(tokens):
+            if token in self.ends:
+                tokens, generation.ended = tokens[: place + 1], True
+                break
+        generation.tokens.extend(tokens)
+        return len(tokens)
+
+    def _goes_on(self, generation: Generation) -> bool:
+        return not generation.ended and len(generation.tokens) < self.cap
+
+    def _transform(self, laws: Tensor, tokens: Tensor, counts: Tensor) -> None:
+        """Record the randomised probability integral transform of tokens [rows, n], of which `counts` were emitted."""
+        below = (laws.double().cumsum(-1) - laws.double()).gather(-1, tokens[..., None])[..., 0]
+        mass = laws.double().gather(-1, tokens[..., None])[..., 0]
+        for row, count in enumerate(counts.tolist()):
+            generation = self.alive[row]
+            for step in range(min(count, self.cap - len(generation.tokens))):
+                generation.pit.append(float(below[row, step] + mass[row, step] * self.pit_dice.uniform([row])[0]))
+
+    def _drop_ended(self) -> None:
+        rows = [row for row, generation in enumerate(self.alive) if self._goes_on(generation)]
+        if len(rows) == len(self.alive):
+            return
+        for generation in self.alive:
+            del generation.pit[len(generation.tokens) :]  # of tokens that were trimmed
+        self.alive = [self.alive[row] for row in rows]
+        if not rows:
+            return
+        self.roots = self.roots[rows]
+        self.dice, self.pit_dice = self.dice.keep(rows), self.pit_dice.keep(rows)
+        self.session.keep(rows)
+        if self.drafter is not None:
+            self.memory = self.drafter.keep(self.memory, rows)
+
+
+def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Rows of token ids to int64 and bool [batch, longest], padded on the right."""
+    longest = max(map(len, rows))
+    tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
+    lengths = torch.tensor([len(row) for row in rows], device=device)
+    return tokens, torch.arange(longest, device=device) < lengths[:, None]
+
+
+def _laws_of(p: Tensor, verdict: Verdict) -> Tensor:
+    """The target's law at the root and each accepted node: [batch, 1 + most accepted, V]."""
+    nodes = torch.cat([torch.zeros_like(verdict.accepted)[:, None], verdict.path + 1], 1)
+    nodes = nodes[:, : int(verdict.accepted.max()) + 1].clamp(min=0)
+    return p[torch.arange(len(p), device=p.device)[:, None], nodes]
+
+
+def _seed(seed: int, index: int, stream: int) -> int:
+    """One 63-bit seed for each (seed, row, stream), by a splitmix64 step."""
+    mixed = (seed * 0x9E3779B97F4A7C15 + index * 0xBF58476D1CE4E5B9 + stream * 0x94D049BB133111EB) % 2**64
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) % 2**64
+    return (mixed ^ (mixed >> 31)) >> 1
