@@ -123,7 +123,7 @@ class DraftTree:
         """int64 [batch, nodes]: 1 for children of the root; 0 for padding."""
         return self._attends[:, 1:].sum(-1) - 1
 
-    @property
+    @cached_property
     def depth(self) -> int:
         """The greatest depth of any row; 0 without a node."""
         return int(self._attends.sum(-1).max()) - 1 if self.batch else 0
