@@ -64,7 +64,7 @@ class DraftTree:
             raise ValueError(
                 f"node, law and group of the draws differ in shape: {[tuple(d.shape) for d in self.draws]}"
             )
-        if (self.parents >= torch.arange(self.nodes, device=self.tokens.device)).any():
+        if (self.present & (self.parents >= torch.arange(self.nodes, device=self.tokens.device))).any():
             raise ValueError("a node's parent must stand before it")
 
     @classmethod
