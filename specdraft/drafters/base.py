@@ -1,13 +1,21 @@
 """What every drafter is: something that proposes a tree, and, if it learns, something that predicts laws."""
 
+import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
+from pydantic import Field, field_validator
 from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.utils import ModelOutput
 
+from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
-from specdraft.target import Observation
+from specdraft.objectives import OBJECTIVES, Prediction
+from specdraft.reduction import Teacher, reduce
+from specdraft.target import FrozenTarget, Observation
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
@@ -53,7 +61,7 @@ class Drafter(Protocol):
         ...
 
     def propose(self, memory: Memory, *, warp: Warp, dice: Dice) -> DraftTree:
-        """Draft below each row's root; tokens drawn from a law are drawn by `dice` from the warped q that is handed on."""
+        """Draft below each row's root. What is drawn is drawn by `dice` from the warped q that the tree hands on."""
         ...
 
     def remember(self, memory: Memory, verdict: Verdict, seen: Observation) -> Memory:
@@ -63,3 +71,114 @@ class Drafter(Protocol):
     def keep(self, memory: Memory, rows: Sequence[int]) -> Memory:
         """The memory of `rows` alone, in that order: the other rows have ended."""
         ...
+
+
+class ObjectiveRecipe(Recipe):
+    """What training minimises: sum over depths d of depth_decay^(d - 1) * (weighted sum of the terms) / tokens."""
+
+    terms: dict[str, float] = Field(default={"forward_kl": 1.0})
+    """Divergences and their weights; see `specdraft.objectives` for names and formulas."""
+    depth_decay: float = Field(default=0.8, gt=0, le=1)
+    """How much less each depth counts than the one before."""
+    chunk: int = Field(default=128, ge=1)
+    """Positions whose logits are held at once: memory is chunk * depths * vocabulary * 4 bytes, a few times."""
+
+    @field_validator("terms")
+    @classmethod
+    def _known(cls, terms: dict[str, float]) -> dict[str, float]:
+        for name in terms:
+            if name not in OBJECTIVES:
+                nearest = difflib.get_close_matches(name, OBJECTIVES, n=1)
+                hint = f"; did you mean {nearest[0]}?" if nearest else ""
+                raise ValueError(f"no objective is called {name!r}, there are {', '.join(OBJECTIVES)}{hint}")
+        if not any(weight > 0 for weight in terms.values()):
+            raise ValueError("an objective needs a term with a weight above 0")
+        return terms
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What the target says about a batch of training tokens.
+
+    A plain dataclass, so that no engine casts or moves what is in it: the target's features keep their precision.
+    """
+
+    observation: Observation
+    target: FrozenTarget
+    log_partition: Tensor | None = None
+    """float32 [batch, time]: log-sum-exp of the target's full logits, if a store has it."""
+
+
+@dataclass
+class DrafterOutput(ModelOutput):
+    """loss: scalar. The others are detached sums over supervised positions, float or int64 [depths]."""
+
+    loss: Tensor | None = None
+    losses: Tensor | None = None
+    """The objective at each depth, unweighted."""
+    overlaps: Tensor | None = None
+    """sum_x min(p, q) at each depth: `overlaps / counts` is overlap_d."""
+    counts: Tensor | None = None
+
+
+class TrainableDrafter(PreTrainedModel):
+    """A drafter with weights. A method says what it predicts; the loss, for every method, is written here.
+
+    Its decode-time side is the `Drafter` protocol. Saving and loading are the method's own (`formats`).
+    """
+
+    base_model_prefix = ""
+    accepts_loss_kwargs = True
+    """transformers' Trainer then counts the tokens of the whole step, over micro-batches and ranks."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config)
+        self.loss_type = None  # type: ignore[assignment]
+        self.objective = ObjectiveRecipe()
+        self._target: list[FrozenTarget] = []
+
+    def attach(self, target: FrozenTarget) -> None:
+        """Borrow what belongs to the target, its embedding: never trained, saved, moved or sharded with the drafter."""
+        self._target = [target]
+
+    @property
+    def target(self) -> FrozenTarget:
+        """The target that the drafter is attached to; SpecdraftError if there is none."""
+        if not self._target:
+            raise SpecdraftError(f"{type(self).__name__} has no target yet: call attach(target) before it is used")
+        return self._target[0]
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """int64 [...] to the target's embeddings [..., H], on the drafter's device and in its dtype."""
+        embedding = self.target.embedding
+        with torch.no_grad():
+            return embedding(tokens.to(embedding.weight.device)).to(self.device, self.dtype)
+
+    def predict(self, tokens: Tensor, seen: Observation) -> list[Prediction]:
+        """The drafter's predictions at every position of int64 [batch, time] tokens, teacher-forced, one a depth."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        labels: Tensor,
+        evidence: Evidence,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> DrafterOutput:
+        """The objective over a batch.
+
+        input_ids: int64 [batch, time]. labels: the ids where supervised, -100 elsewhere, not shifted.
+        num_items_in_batch: the supervised tokens of the whole step, by which every depth divides; None: the batch's.
+        """
+        predictions = self.predict(input_ids, evidence.observation)
+        objective = self.objective
+        reduction = reduce(
+            predictions,
+            Teacher(evidence.target, evidence.observation.hidden, evidence.log_partition),
+            labels,
+            terms=objective.terms,
+            weights=[objective.depth_decay ** (prediction.depth - 1) for prediction in predictions],
+            num_items=num_items_in_batch,
+            chunk=objective.chunk,
+        )
+        return DrafterOutput(**reduction._asdict())
