@@ -29,4 +29,4 @@ def pack_linears(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, PackedLinear(child).train(child.training))

@@ -83,6 +83,7 @@ class FrozenTarget:
         self.vocab_size: int = self.config.vocab_size
         self.embedding: nn.Embedding = model.get_input_embeddings()
         self._head: nn.Module = model.get_output_embeddings()
+        self.final_norm = [module for name, module in self.body.named_children() if "norm" in name][-1]
         self.windows = self._attention_windows()
         self.fingerprint = _fingerprint(model)
         self._check()
@@ -148,6 +149,13 @@ class FrozenTarget:
         weight = self._head.weight[ids]
         bias = None if self._head.bias is None else self._head.bias[ids]
         return self._finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
+
+    @torch.no_grad()
+    def gain(self, norm: nn.Module) -> Tensor:
+        """The factors of a norm, [H], however it keeps them (w, or 1 + w): its output for the input of all ones; ones
+        for a norm that subtracts the mean."""
+        ones = torch.ones(self.hidden_size, dtype=self.dtype, device=self.device)
+        return ones if isinstance(norm, nn.LayerNorm) else norm(ones)
 
     def head_rows(self, ids: Tensor) -> Tensor:
         """The output weights of `ids`, a copy [len(ids), H]: what a drafter's own head starts from."""
@@ -234,21 +242,23 @@ class FrozenTarget:
                 f"{self.name} ({type(self.model).__name__}): its logits are not its output head over the last hidden "
                 f"state (they differ by {(got - want).abs().max():.2e}); such a model cannot be a target"
             )
-        session = self.session((), 2)
         prompt = everything.clone()
         prompt[:, 8:], prompt[1, 6:] = False, False
-        session.read(probe[:, :8], prompt[:, :8])
         lengths = prompt.sum(1)
         rows = torch.arange(2, device=self.device)
         path = torch.stack([probe[rows, lengths + step] for step in range(3)], 1)
         # root -> a wrong guess (node 0) beside the right one (node 1), and node 2 below node 1
         tokens = torch.stack([(path[:, 1] + 1) % self.vocab_size, path[:, 1], path[:, 2]], 1)
         parents = torch.tensor([[-1, -1, 1]], device=self.device).expand(2, -1)
+        tree = DraftTree.chosen(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
         try:
-            seen = session.extend(path[:, 0], DraftTree.chosen(tokens, parents, torch.ones_like(tokens, dtype=torch.bool)))
-        except (TypeError, ValueError, RuntimeError) as error:
+            session = self.session((), 2)
+            session.read(probe[:, :8], prompt[:, :8])
+            seen = session.extend(path[:, 0], tree)
+        except Exception as error:  # whatever a strange architecture raises, it is the reason
             raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}) does not take a tree's attention mask: {error}"
+                f"{self.name} ({type(self.model).__name__}) cannot be a target: it does not take a cache of its keys and "
+                f"values and a tree's attention mask ({error!r})"
             ) from error
         got = self.head(seen.hidden[:, [0, 2, 3]]).float()
         want = torch.stack([want[rows, lengths + step] for step in range(3)], 1)

@@ -1,0 +1,103 @@
+"""Two-model speculative sampling (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
+
+Any small causal LM with the target's tokenizer drafts a chain. It reads committed tokens once; what it drafts is
+scratch in its own keys and values, forgotten when the chain is proposed.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdraft.config import SpecdraftError
+from specdraft.dice import Dice
+from specdraft.drafters.base import Chain, Shape
+from specdraft.target import FrozenTarget, Observation, Session
+from specdraft.tree import DraftTree
+from specdraft.verify import Verdict
+from specdraft.warping import Warp
+
+
+@dataclass(frozen=True)
+class LMMemory:
+    session: Session
+    hidden: Tensor
+    """[batch, H]: the drafter's own last hidden state at each row's root."""
+
+
+class LMDrafter:
+    """Drafts with `model`, a causal LM held like a target. Raises SpecdraftError if the vocabularies do not match."""
+
+    taps: tuple[int, ...] = ()
+
+    def __init__(self, model: FrozenTarget, target: FrozenTarget) -> None:
+        check_tokenizers(model, target)
+        self.model = model
+        self.vocab_size = target.vocab_size
+        self.shape: Shape = Chain()
+
+    def begin(self, seen: Observation, roots: Tensor) -> LMMemory:
+        session = self.model.session((), len(roots))
+        lengths = seen.mask.sum(1, keepdim=True)
+        tokens = torch.cat([seen.tokens, roots[:, None]], 1).scatter_(1, lengths, roots[:, None])
+        return self._read(session, tokens, torch.arange(tokens.shape[1], device=roots.device) <= lengths)
+
+    def remember(self, memory: LMMemory, verdict: Verdict, seen: Observation) -> LMMemory:
+        """The old root has been read already: what is new are the accepted tokens and the new root behind them."""
+        tokens = torch.cat([seen.tokens[:, 1:], verdict.token[:, None]], 1)
+        tokens.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
+        return self._read(memory.session, tokens, seen.mask)
+
+    def keep(self, memory: LMMemory, rows: Sequence[int]) -> LMMemory:
+        memory.session.keep(rows)
+        return LMMemory(memory.session, memory.hidden[list(rows)])
+
+    def _read(self, session: Session, tokens: Tensor, mask: Tensor) -> LMMemory:
+        hidden = session.read(tokens, mask).hidden
+        return LMMemory(session, hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
+
+    def propose(self, memory: LMMemory, *, warp: Warp, dice: Dice) -> DraftTree:
+        if not isinstance(self.shape, Chain):
+            raise SpecdraftError(f"a draft LM drafts chains, and was asked for {self.shape}")
+        hidden, batch = memory.hidden, len(memory.hidden)
+        tokens: list[Tensor] = []
+        laws: list[Tensor] = []
+        for step in range(self.shape.gamma):
+            if step > 0:
+                depths = torch.full((batch, 1), step - 1, device=hidden.device)
+                attends = torch.ones(batch, 1, step, dtype=torch.bool, device=hidden.device)
+                hidden = memory.session.grow(tokens[-1][:, None], depths, attends).hidden[:, 0]
+            logits = self.model.head(hidden)[:, : self.vocab_size]
+            if warp.greedy:
+                tokens.append(logits.argmax(-1))
+            else:
+                law = warp(logits)
+                laws.append(torch.nn.functional.pad(law, (0, self.vocab_size - law.shape[-1])))
+                tokens.append(dice.draw(laws[-1], range(batch)))
+        memory.session.discard()
+        return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+
+
+def check_tokenizers(model: FrozenTarget, target: FrozenTarget) -> None:
+    """Raise SpecdraftError, with the first ids that differ, unless both read the same token under the same id."""
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size != target.vocab_size:
+            raise SpecdraftError(
+                f"the drafter {model.name} has {model.vocab_size} ids and the target {target.name} {target.vocab_size}; "
+                "without tokenizers to compare they must be as many"
+            )
+        return
+    mine, theirs = (_by_id(held.tokenizer) for held in (model, target))
+    shared = range(min(len(mine), len(theirs)))
+    if differing := [index for index in shared if mine.get(index) != theirs.get(index)]:
+        shown = ", ".join(f"{index}: {mine.get(index)!r} and {theirs.get(index)!r}" for index in differing[:5])
+        raise SpecdraftError(
+            f"the drafter {model.name} and the target {target.name} give {len(differing)} ids to different tokens "
+            f"({shown}); a draft LM must share the target's tokenizer"
+        )
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {index: token for token, index in tokenizer.get_vocab().items()}
