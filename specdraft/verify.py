@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from specdraft.dice import Dice
-from specdraft.tree import CHOSEN, ROOT, DraftTree
+from specdraft.tree import ALONE, CHOSEN, ROOT, DraftTree
 
 _NOWHERE = -2  # parent of a trial that is padding or proposes a probe
 _STOPPED = -3  # where a row stands that has accepted its last node
@@ -115,9 +115,10 @@ def _sampled(tree: DraftTree, p: Tensor, dice: Dice) -> Verdict:
             missed[rows] *= 1 - torch.where(count[rows] == i + 1, overlap, acceptance)
             r[rows] = _residual(before, q)
             # a row that has accepted goes on without coins, for its chance alone
-            open_ = at[rows] == _STOPPED
-            taken = dice.accept(acceptance[open_], rows[open_].tolist())
-            at[rows[open_][taken]] = trials.node[rows, slot][open_][taken]
+            undecided = at[rows] == _STOPPED
+            tossed = rows[undecided]
+            heads = dice.accept(acceptance[undecided], tossed.tolist())
+            at[tossed[heads]] = trials.node[tossed[heads], slot[undecided][heads]]
         path[:, d], offered[:, d], chance[:, d] = at.clamp(min=-1), count > 0, (1 - missed).where(count > 0, 0)
         moved = (at >= 0).nonzero().squeeze(1)
         if not len(moved):
@@ -140,12 +141,15 @@ def _law(tree: DraftTree, trials: _Trials, rows: Tensor, slot: Tensor, p: Tensor
     node, x = trials.node[rows, slot], trials.token[rows, slot]
     drawn = law != CHOSEN
     q = torch.zeros_like(p[rows, 0]).scatter_(1, x[:, None], 1)
-    if tree.laws is not None:
+    if drawn.any():
+        if tree.laws is None:
+            raise ValueError("trials were drawn from laws that the tree does not have")
         q[drawn] = tree.laws[rows[drawn], law[drawn]].to(q)
         _check(q, "q", rows, node)
-    siblings = (trials.parent[rows] == trials.parent[rows, slot, None]) & (tree.draws.group[rows] == group[:, None])
-    before = torch.arange(trials.node.shape[1], device=p.device) < slot[:, None]
-    gone = siblings & before & (drawn & (group >= 0))[:, None]
+    parent = tree.parents[rows].gather(1, trials.node[rows].clamp(min=0))
+    siblings = (parent == parent.gather(1, slot[:, None])) & (tree.draws.group[rows] == group[:, None])
+    before = (torch.arange(parent.shape[1], device=p.device) < slot[:, None]) & (trials.node[rows] >= 0)
+    gone = siblings & before & (drawn & (group != ALONE))[:, None]
     if gone.any():
         index, column = gone.nonzero(as_tuple=True)
         q[index, trials.token[rows][index, column]] = 0

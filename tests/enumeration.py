@@ -137,9 +137,7 @@ def draft(shape: Sequence[Trial], q: Tensor, dice: ScriptedDice, batch: int) -> 
 
 def context(tokens: Tensor) -> Tensor:
     """The root and the nodes: what each law of a Markov chain follows."""
-    return (
-        torch.cat([torch.zeros_like(tokens[:, :1]), tokens], 1) if tokens.shape[1] else tokens.new_zeros(len(tokens), 1)
-    )
+    return torch.cat([tokens.new_zeros(len(tokens), 1), tokens], 1)
 
 
 def results(tree: DraftTree, verdict: Verdict) -> list[Result]:

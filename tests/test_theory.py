@@ -74,9 +74,13 @@ def test_best_gamma_zero_says_that_speculation_loses() -> None:
     assert best_gamma([0.9] * 5, 0.05, offers=[0.0] * 5) == (0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "wrong", [lambda: tau([1.2]), lambda: tau([0.5], [-0.1]), lambda: tau([0.5, 0.5], [1.0]), lambda: speedup(1, -1, 0)]
-)
-def test_impossible_rates_are_refused(wrong) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(ValueError):
-        wrong()
+@pytest.mark.parametrize(("alphas", "offers"), [([1.2], None), ([0.5], [-0.1]), ([0.5, 0.5], [1.0])])
+def test_impossible_rates_are_refused(alphas: list[float], offers: list[float] | None) -> None:
+    with pytest.raises(ValueError, match=r"must lie in|shorter"):
+        tau(alphas, offers)
+
+
+@pytest.mark.parametrize(("gamma", "c"), [(-1, 0.1), (1, -0.1)])
+def test_negative_costs_are_refused(gamma: int, c: float) -> None:
+    with pytest.raises(ValueError, match="must not be negative"):
+        speedup(1.0, gamma, c)

@@ -208,6 +208,20 @@ def test_probes_are_passed_over() -> None:
     assert acceptance(probed, 2) == pytest.approx(acceptance(plain, 2), abs=EXACT)
 
 
+def test_a_probe_drawn_in_a_group_is_gone_for_its_siblings() -> None:
+    def drafting(dice: ScriptedDice, batch: int) -> DraftTree:
+        tree = draft(EXHAUSTED[:2], Q3, dice, batch)
+        return replace(tree, candidate=torch.tensor([False, True]).expand(batch, -1))
+
+    assert joint_error(P3, enumerate_round(P3, drafting), 2) < EXACT
+
+
+def test_drawn_trials_need_their_laws() -> None:
+    tree = replace(DraftTree.chain(torch.tensor([[1]]), P3[None, :1]), laws=None)
+    with pytest.raises(ValueError, match="laws that the tree does not have"):
+        verify(tree, P3[None, :2], SeededDice([0]))
+
+
 @pytest.mark.parametrize("greedy", [True, False])
 def test_nothing_but_probes_is_plain_decoding(greedy: bool) -> None:
     tree = DraftTree.chosen(torch.tensor([[1, 2]]), torch.tensor([[ROOT, 0]]), torch.ones(1, 2, dtype=torch.bool))
@@ -235,6 +249,20 @@ def stack(trees: Sequence[DraftTree], p: Tensor) -> DraftTree:
     draws = Draws(*(pad([t.draws[k] for t in trees], -1) for k in range(3)))
     laws = [t.laws if t.laws is not None else p.new_zeros(1, 0, len(p)) for t in trees]
     return DraftTree(*nodes, draws, pad(laws, 0))
+
+
+def test_rows_of_different_shape_are_jointly_exact_and_independent() -> None:
+    """A chain beside a tree, both rows on one script: their first tokens follow p times p."""
+
+    def run(dice: ScriptedDice, batch: int) -> list[tuple[int, int]]:
+        left, right = draft(CHAIN[:2], Q3, dice, batch), draft(WITHOUT_REPLACEMENT[:2], R3, dice, batch)
+        trees = stack([each.keep([row]) for row in range(batch) for each in (left, right)], P3)
+        verdict = verify(trees, P3[context(trees.tokens)], dice.keep([row for row in range(batch) for _ in range(2)]))
+        first = [result.emitted[0] for result in results(trees, verdict)]
+        return list(zip(first[::2], first[1::2], strict=True))
+
+    found = law(outcomes(run))
+    assert max(abs(found[a, b] - float(P3[0, a] * P3[0, b])) for a in range(3) for b in range(3)) < EXACT
 
 
 @pytest.mark.parametrize("seed", range(20))
