@@ -67,7 +67,7 @@ def load_recipe(kind: type[R], paths: Sequence[Path], overrides: Sequence[str] =
     except OmegaConfBaseException as error:
         raise RecipeError(f"{_names(paths)}: the layers cannot be merged: {error}") from error
     try:
-        return kind.model_validate_json(json.dumps(data, default=str), strict=True)
+        return kind.model_validate_json(json.dumps(_with_defaults(kind, data), default=str), strict=True)
     except ValidationError as error:
         faults = [_explain(kind, data, origins, _names(paths), fault) for fault in error.errors()]
         raise RecipeError("\n".join(faults)) from error
@@ -93,6 +93,25 @@ def settings(kind: type[BaseModel], prefix: str = "", given: BaseModel | None = 
             yield Setting(f"{prefix}{name}", _type_name(field.annotation), None if required else _plain(value), text)
         for model in models:
             yield from settings(model, f"{prefix}{name}.", value if isinstance(value, model) else None)
+
+
+def _with_defaults(kind: type[Recipe], data: dict[str, Any]) -> dict[str, Any]:
+    """Let a section that is given in part keep the rest of its default, as `settings` promises."""
+    defaults = {
+        name: field.get_default(call_default_factory=True, validated_data={})
+        for name, field in kind.model_fields.items()
+        if name in data and not field.is_required()
+    }
+    return {name: _completed(value, defaults.get(name)) for name, value in data.items()}
+
+
+def _completed(value: object, default: object) -> object:
+    if not isinstance(value, dict) or not isinstance(default, BaseModel):
+        return value
+    if value.get("kind", getattr(default, "kind", None)) != getattr(default, "kind", None):
+        return value
+    rest = default.model_dump(mode="json", exclude=set(value))
+    return {name: _completed(part, getattr(default, name, None)) for name, part in value.items()} | rest
 
 
 def _read(path: Path, origins: dict[KeyPath, str]) -> DictConfig:
