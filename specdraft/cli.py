@@ -125,6 +125,11 @@ def run(name: str, paths: list[Path], overrides: list[str], dry_run: bool = Fals
         typer.echo(recipe.to_yaml().rstrip() if summary is None else json.dumps(summary))
 
 
+def launch(verb: str) -> None:
+    """`specdraft VERB` with the arguments of the running script: what the files in recipes/ consist of."""
+    app([verb, *sys.argv[1:]])
+
+
 def _print_settings(stage: Stage) -> None:
     from specdraft.config import settings
 

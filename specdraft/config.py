@@ -8,7 +8,7 @@ and lists replaced. Paths in a recipe are relative to the directory in which the
 import difflib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -17,7 +17,6 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
 
 KeyPath = tuple[str | int, ...]
 R = TypeVar("R", bound="Recipe")
@@ -159,7 +158,9 @@ def _override(text: str, origins: dict[KeyPath, str]) -> DictConfig:
     return layer
 
 
-def _explain(kind: type[Recipe], data: object, origins: dict[KeyPath, str], files: str, fault: ErrorDetails) -> str:
+def _explain(
+    kind: type[Recipe], data: object, origins: dict[KeyPath, str], files: str, fault: Mapping[str, Any]
+) -> str:
     key, owners = _resolve(kind, data, fault["loc"])
     where = next((origins[key[:end]] for end in range(len(key), 0, -1) if key[:end] in origins), files)
     name = ".".join(map(str, key)) or "the recipe"
