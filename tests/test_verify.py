@@ -216,6 +216,17 @@ def test_a_probe_drawn_in_a_group_is_gone_for_its_siblings() -> None:
     assert joint_error(P3, enumerate_round(P3, drafting), 2) < EXACT
 
 
+def test_padding_among_the_trials_is_nobodys_sibling() -> None:
+    def drafting(dice: ScriptedDice, batch: int) -> DraftTree:
+        tree = draft(EXHAUSTED[:2], Q3, dice, batch)
+        padding = torch.full((batch, 1), NO_NODE)
+        columns = zip(tree.draws, (padding, padding + 1, padding + 1), strict=True)
+        return replace(tree, draws=Draws(*(torch.cat([pad, c], 1) for c, pad in columns)))
+
+    plain, padded = (law(enumerate_round(P3, each)) for each in (drawn(EXHAUSTED[:2], Q3), drafting))
+    assert plain == padded
+
+
 def test_drawn_trials_need_their_laws() -> None:
     tree = replace(DraftTree.chain(torch.tensor([[1]]), P3[None, :1]), laws=None)
     with pytest.raises(ValueError, match="laws that the tree does not have"):
