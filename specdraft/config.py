@@ -9,6 +9,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, NamedTuple, TypeVar, Union, get_args, get_origin
@@ -87,11 +88,13 @@ def settings(kind: type[BaseModel], prefix: str = "", given: BaseModel | None = 
             else field.get_default(call_default_factory=True, validated_data={})
         )
         models = _models(field.annotation)
-        if not models or (value is None and not required):
+        listed = bool(models) and get_origin(field.annotation) in (list, tuple, dict)
+        if not models or listed or (value is None and not required):
             text = " ".join((field.description or "").split())
             yield Setting(f"{prefix}{name}", _type_name(field.annotation), None if required else _plain(value), text)
         for model in models:
-            yield from settings(model, f"{prefix}{name}.", value if isinstance(value, model) else None)
+            inside = f"{prefix}{name}{'[]' if listed else ''}."
+            yield from settings(model, inside, value if isinstance(value, model) else None)
 
 
 def _with_defaults(kind: type[Recipe], data: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +241,8 @@ def _type_name(annotation: Any) -> str:
         return "null"
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return "section"
+    if isinstance(annotation, type) and issubclass(annotation, Enum):
+        return " | ".join(_plain(member.value) for member in annotation)
     if origin in (list, tuple, dict):
         inner = ", ".join(_type_name(part) for part in arguments if part is not Ellipsis)
         return f"{'mapping' if origin is dict else 'list'}[{inner}]"
@@ -248,12 +253,12 @@ def _type_name(annotation: Any) -> str:
 
 def _plain(value: object) -> str:
     """A value as YAML on one line."""
-    if isinstance(value, BaseModel):
-        value = value.model_dump(mode="json")
-    text = yaml.safe_dump(
-        json.loads(json.dumps(value, default=str)), default_flow_style=True, width=10_000, allow_unicode=True
-    )
+    text = yaml.safe_dump(json.loads(json.dumps(value, default=_jsonable)), default_flow_style=True, width=10_000)
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _jsonable(value: object) -> object:
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else str(value)
 
 
 def _names(paths: Sequence[Path]) -> str:

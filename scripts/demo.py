@@ -1,0 +1,208 @@
+"""The demo's stages, in turn: target, respond, capture, train, eval. Started by scripts/demo in its environment.
+
+Each stage is a `specdraft` command with a file of configs/, and with --quick also the layer of the same name in
+configs/quick/. A stage that is done leaves a stamp and is skipped; one that was interrupted is started again and goes
+on by itself. Logs and outputs are in runs/demo or runs/quick.
+"""
+
+import argparse
+import contextlib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+ROOT = Path(__file__).parent.parent
+CHECKPOINT = Path(".cache/smollm2-135m-instruct")
+VERBS = {  # config, output, expected seconds on two slow cores: the first estimates of the time left
+    "respond": ("respond-smollm2-135m.yaml", "answers.jsonl", 330),
+    "capture": ("capture-smollm2-135m.yaml", "store", 70),
+    "train": ("eagle3-smollm2-135m.yaml", "head", 800),
+    "eval": ("eval-smollm2-135m.yaml", "report", 240),
+}
+QUICK = {"respond": 45, "capture": 10, "train": 110, "eval": 60}
+COUNT = re.compile(rb"(\d+)(?:/| of )(\d+)")
+OTHER_BARS = re.compile(rb"^\s*(Loading|Writing|Converting)")
+
+
+class Stage(NamedTuple):
+    name: str
+    command: list[str]
+    inputs: list[Path]  # files whose content decides the outcome
+    output: Path
+    seconds: float
+
+
+def stages(folder: Path, quick: bool) -> list[Stage]:
+    converter = Path("scripts/smollm2.py")
+    made = [Stage("target", [sys.executable, str(converter), str(CHECKPOINT)], [converter], CHECKPOINT, 40)]
+    for verb, (config, output, seconds) in VERBS.items():
+        files = [Path("configs") / config, Path("configs/quick") / config][: 1 + quick]
+        options = [word for file in files for word in ("--config", str(file))]
+        prompts = Path("prompts/held_out.jsonl" if verb == "eval" else "prompts/train.jsonl")
+        command = [sys.executable, "-m", "specdraft.cli", verb, *options]
+        made.append(Stage(verb, command, [*files, prompts], folder / output, QUICK[verb] if quick else seconds))
+    return made
+
+
+class Progress:
+    """How far the running stage is, read from the counts ("12/420") that its progress bar writes."""
+
+    def __init__(self, stream: IO[bytes], log: IO[bytes]) -> None:
+        self.fraction: float | None = None
+        self._total: int | None = None
+        self._reader = threading.Thread(target=self._read, args=(stream, log), daemon=True)
+        self._reader.start()
+
+    def _read(self, stream: IO[bytes], log: IO[bytes]) -> None:
+        while chunk := os.read(stream.fileno(), 65536):
+            log.write(chunk)
+            log.flush()
+            for line in re.split(rb"[\r\n]", chunk):
+                if not OTHER_BARS.match(line):
+                    self._note(line)
+
+    def _note(self, line: bytes) -> None:
+        for done, total in ((int(a), int(b)) for a, b in COUNT.findall(line)):
+            self._total = self._total or total  # the first bar is the stage's own
+            if total == self._total and 0 < done <= total:
+                self.fraction = done / total
+
+    def finish(self) -> None:
+        self._reader.join()
+
+
+class Clock:
+    """Elapsed time and an estimate of the time left, corrected by how fast this machine has been so far."""
+
+    def __init__(self, todo: Sequence[Stage]) -> None:
+        self.began = time.monotonic()
+        self.todo = list(todo)
+        self.expected = self.measured = 0.0
+
+    @property
+    def pace(self) -> float:
+        return (self.measured + 60) / (self.expected + 60)
+
+    def left(self, elapsed: float, fraction: float | None) -> float:
+        here = max(self.todo[0].seconds * self.pace - elapsed, 5)
+        if fraction and elapsed > 5:
+            here = elapsed * (1 - fraction) / fraction
+        return here + self.pace * sum(stage.seconds for stage in self.todo[1:])
+
+    def done(self, seconds: float) -> None:
+        self.expected += self.todo.pop(0).seconds
+        self.measured += seconds
+
+    def line(self, elapsed: float, fraction: float | None) -> str:
+        share = "" if fraction is None else f" {fraction:4.0%}"
+        spent = time.monotonic() - self.began
+        return (
+            f"{self.todo[0].name:<8}{share}  {minutes(spent)} spent, about {minutes(self.left(elapsed, fraction))} left"
+        )
+
+
+def minutes(seconds: float) -> str:
+    return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def run(stage: Stage, clock: Clock, folder: Path) -> dict[str, Any]:
+    """Run a stage under one line of progress; its summary. Exits with the tail of the log if it fails."""
+    log_path = folder / f"{stage.name}.log"
+    began = time.monotonic()
+    with log_path.open("ab") as log:
+        process = subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stderr is not None
+        progress = Progress(process.stderr, log)
+        try:
+            watch(process, progress, clock)
+        except KeyboardInterrupt:
+            process.terminate()
+            process.wait()
+            raise SystemExit("\nInterrupted. The same command goes on from here.") from None
+        progress.finish()
+        answer = process.stdout.read().decode().strip().splitlines()
+    say("")
+    if process.returncode:
+        tail = log_path.read_text(encoding="utf-8", errors="replace").splitlines()[-15:]
+        raise SystemExit(
+            "\n".join([*tail, f"{stage.name} failed with exit code {process.returncode}; log: {log_path}"])
+        )
+    clock.done(time.monotonic() - began)
+    print(f"{stage.name:<8} done in {minutes(time.monotonic() - began)}", file=sys.stderr)
+    return json.loads(answer[-1]) if answer else {}
+
+
+def watch(process: subprocess.Popen[bytes], progress: Progress, clock: Clock) -> None:
+    """Say how far it is until the process ends: each second on a terminal, each 20 seconds in a log."""
+    began, said = time.monotonic(), -20.0
+    while process.poll() is None:
+        elapsed = time.monotonic() - began
+        if sys.stderr.isatty() or elapsed - said >= 20:
+            say(clock.line(elapsed, progress.fraction))
+            said = elapsed
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(1)
+
+
+def say(line: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\033[K{line}", end="", file=sys.stderr, flush=True)
+    elif line:
+        print(line, file=sys.stderr, flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="less of everything, under 4 minutes on 2 cores")
+    quick = parser.parse_args().quick
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    os.chdir(ROOT)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    folder = Path("runs/quick" if quick else "runs/demo")
+    folder.mkdir(parents=True, exist_ok=True)
+
+    key, todo = "", []
+    for stage in stages(folder, quick):
+        key = hashlib.sha256(b"".join([key.encode(), *(path.read_bytes() for path in stage.inputs)])).hexdigest()
+        if not is_done(stage, folder, key):
+            todo.append((stage, key))
+    clock = Clock([stage for stage, _ in todo])
+    for stage, key in todo:
+        summary = run(stage, clock, folder)
+        stamp(stage, folder).write_text(json.dumps({"key": key, "summary": summary}), encoding="utf-8")
+    show(folder / "report")
+
+
+def stamp(stage: Stage, folder: Path) -> Path:
+    return folder / f"{stage.name}.done.json"
+
+
+def is_done(stage: Stage, folder: Path, key: str) -> bool:
+    """Whether the stage's output is complete. Exits if it was made with other settings: it is never overwritten."""
+    if not stage.output.exists() or not stamp(stage, folder).exists():
+        return False
+    if json.loads(stamp(stage, folder).read_text(encoding="utf-8"))["key"] != key:
+        raise SystemExit(f"{stage.output} was made with other settings; move it away to have it made anew")
+    return True
+
+
+def show(report: Path) -> None:
+    """The table of the report, and where the page is."""
+    lines = (report / "report.md").read_text(encoding="utf-8").splitlines()
+    head = next(place for place, line in enumerate(lines) if line.startswith("|"))
+    end = next(place for place in range(head, len(lines)) if not lines[place].startswith("|"))
+    print("\n".join([*lines[:end], "", f"The report: {report / 'report.html'}"]))
+
+
+if __name__ == "__main__":
+    main()
