@@ -118,8 +118,10 @@ def run(stage: Stage, clock: Clock, folder: Path) -> dict[str, Any]:
     """Run a stage under one line of progress; its summary. Exits with the tail of the log if it fails."""
     log_path = folder / f"{stage.name}.log"
     began = time.monotonic()
-    with log_path.open("ab") as log:
-        process = subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    with (
+        log_path.open("ab") as log,
+        subprocess.Popen(stage.command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process,
+    ):
         assert process.stdout is not None
         assert process.stderr is not None
         progress = Progress(process.stderr, log)
