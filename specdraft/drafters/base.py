@@ -1,12 +1,17 @@
 """What every drafter is: something that proposes a tree, and, if it learns, something that predicts laws."""
 
 import difflib
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from os import PathLike
+from pathlib import Path
+from typing import Any, Protocol, Self
 
 import torch
 from pydantic import Field, field_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
@@ -113,18 +118,19 @@ class Evidence:
 class DrafterOutput(ModelOutput):
     """loss: scalar. The others are detached sums over supervised positions, float or int64 [depths]."""
 
-    loss: Tensor | None = None
-    losses: Tensor | None = None
+    loss: Tensor = None  # type: ignore[assignment]
+    losses: Tensor = None  # type: ignore[assignment]
     """The objective at each depth, unweighted."""
-    overlaps: Tensor | None = None
+    overlaps: Tensor = None  # type: ignore[assignment]
     """sum_x min(p, q) at each depth: `overlaps / counts` is overlap_d."""
-    counts: Tensor | None = None
+    counts: Tensor = None  # type: ignore[assignment]
 
 
 class TrainableDrafter(PreTrainedModel):
     """A drafter with weights. A method says what it predicts; the loss, for every method, is written here.
 
-    Its decode-time side is the `Drafter` protocol. Saving and loading are the method's own (`formats`).
+    Its decode-time side is the `Drafter` protocol. What it saves is what engines load: the layout of `servable_config`
+    and of the module's own tensor names, never transformers' own.
     """
 
     base_model_prefix = ""
@@ -182,3 +188,69 @@ class TrainableDrafter(PreTrainedModel):
             chunk=objective.chunk,
         )
         return DrafterOutput(**reduction._asdict())
+
+    def servable_config(self) -> dict[str, Any]:
+        """config.json in the serving engines' words; `torch_dtype` is that of the weights."""
+        raise NotImplementedError
+
+    @classmethod
+    def config_from_servable(cls, written: dict[str, Any]) -> PreTrainedConfig:
+        """The config that `servable_config` described."""
+        raise NotImplementedError
+
+    def save_pretrained(  # type: ignore[override]
+        self,
+        save_directory: str | PathLike[str],
+        is_main_process: bool = True,
+        state_dict: dict[str, Tensor] | None = None,
+    ) -> None:
+        """Write config.json and model.safetensors. `state_dict`: the whole weights, where the module holds only shards.
+
+        Raises SpecdraftError, and writes nothing, if a tensor is empty or not of the shape that the config asks for.
+        """
+        if not is_main_process:
+            return
+        tensors = {name: value.detach().contiguous() for name, value in (state_dict or self.state_dict()).items()}
+        config = self.servable_config()
+        check_tensors(tensors, type(self)(self.config_from_servable(config)).state_dict(), str(save_directory))
+        config["torch_dtype"] = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).split(".")[1]
+        folder = Path(save_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+    @classmethod
+    def from_pretrained(cls, folder: str | PathLike[str]) -> Self:  # type: ignore[override]
+        """Read what `save_pretrained` wrote, in eval mode, in the dtype that it was written in.
+
+        Raises SpecdraftError on a missing, extra or misshapen tensor; nothing is ever initialised afresh.
+        """
+        config = cls.config_from_servable(read_servable(Path(folder)))
+        drafter = cls(config)
+        try:
+            tensors = load_file(Path(folder) / "model.safetensors")
+        except (OSError, SafetensorError) as error:
+            raise SpecdraftError(f"{folder}/model.safetensors cannot be read: {error}") from error
+        check_tensors(tensors, drafter.state_dict(), str(folder))
+        drafter.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+        drafter.load_state_dict(tensors)
+        return drafter.eval()
+
+
+def read_servable(folder: Path) -> dict[str, Any]:
+    """config.json of a checkpoint folder; SpecdraftError if there is none or it is not JSON."""
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError) as error:
+        raise SpecdraftError(f"{folder} is not a drafter's checkpoint: {error}") from error
+
+
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
+    """Raise SpecdraftError unless `found` has exactly the names and shapes of `wanted`."""
+    faults = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
+    faults += [f"{name} is not expected" for name in sorted(found.keys() - wanted.keys())]
+    for name in sorted(wanted.keys() & found.keys()):
+        if found[name].shape != wanted[name].shape:
+            faults.append(f"{name} has the shape {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}")
+    if faults:
+        raise SpecdraftError(f"{where}: the weights do not fit the config: {'; '.join(faults)}")

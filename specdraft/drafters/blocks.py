@@ -1,0 +1,77 @@
+"""Blocks that drafters share: rotary positions, attention projections, the gated MLP."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers import PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+
+from specdraft.config import SpecdraftError
+
+_ROPE_FIELDS = frozenset(
+    "rope_type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow short_factor "
+    "long_factor low_freq_factor high_freq_factor partial_rotary_factor mscale mscale_all_dim truncate".split()
+)
+
+
+def rope_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
+    """The rotary parameters of a target's config, for a drafter that follows its positions.
+
+    Raises SpecdraftError for kinds that a drafter cannot follow (multi-part positions of vision models, unknown fields).
+    """
+    rope = settings.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
+    rope = rope.get("full_attention", rope)
+    if unknown := set(rope) - _ROPE_FIELDS:
+        raise SpecdraftError(
+            f"{name} has rotary positions with {', '.join(sorted(unknown))}, which a drafter cannot follow; "
+            f"known are {', '.join(sorted(_ROPE_FIELDS))}"
+        )
+    return dict(rope)
+
+
+class Rotary(nn.Module):
+    """Rotary positions of any kind that transformers knows, on the first `partial_rotary_factor` of each head."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        rope = config.rope_parameters or {}
+        factor = rope.get("partial_rotary_factor", 1.0)
+        if rope.get("rope_type", "default") == "default" and factor != 1.0:
+            config = type(config)(**{**config.to_dict(), "head_dim": int(config.head_dim * factor)})
+        self.angles = LlamaRotaryEmbedding(config)
+
+    def forward(self, states: Tensor, positions: Tensor) -> Tensor:
+        """states [batch, heads, time, head_dim], positions int64 [batch, time]."""
+        cos, sin = (part[:, None] for part in self.angles(states, positions))
+        turned, kept = states.split([cos.shape[-1], states.shape[-1] - cos.shape[-1]], -1)
+        return torch.cat([turned * cos + rotate_half(turned) * sin, kept], -1)
+
+
+class Projections(nn.Module):
+    """The four projections of an attention that reads `width` and writes the hidden size."""
+
+    def __init__(self, config: PreTrainedConfig, width: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(width, queries, bias=False)
+        self.k_proj = nn.Linear(width, keys, bias=False)
+        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
+
+    def split(self, projected: Tensor) -> Tensor:
+        """[batch, time, heads * head_dim] to [batch, heads, time, head_dim]."""
+        return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+class GatedMLP(nn.Module):
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
