@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 from specdraft.config import SpecdraftError
 
 SCHEMA_VERSION = 1
+SliceKind = Literal["category", "output position", "prompt length"]
 
 DEFINITIONS: dict[str, str] = {
     "interval": (
@@ -46,6 +47,10 @@ DEFINITIONS: dict[str, str] = {
         "Tokens/s of speculative over plain decoding: same prompts, same process, same loop, batch by batch in turn."
     ),
     "decode speed-up": "The same without the time for reading prompts, in which drafting cannot help.",
+    "time": (
+        "Share of the wall-clock seconds: prompts, target passes (head and warping included), drafting (the drafter's "
+        "reading of prompts and accepted tokens included), and everything else."
+    ),
     "c": "Time of one draft step (one depth of drafting) over the time of a target pass of one token a row.",
     "v(n)": "Time of a target pass of n tokens a row over the time of a pass of one.",
     "predicted speed-up": (
@@ -98,7 +103,7 @@ class DepthFigures(Section):
 class Slice(Section):
     """The main figures over a part of the rounds."""
 
-    kind: Literal["category", "output position", "prompt length"]
+    kind: SliceKind
     name: str
     prompts: int
     rounds: int
@@ -138,6 +143,10 @@ class RunTime(Section):
     def other_seconds(self) -> float:
         return max(self.seconds - self.prefill_seconds - self.target_seconds - self.drafter_seconds, 0.0)
 
+    def share(self, part: Literal["prefill", "target", "drafter", "other"]) -> float:
+        spent = {"prefill": self.prefill_seconds, "target": self.target_seconds, "drafter": self.drafter_seconds}
+        return (self.other_seconds if part == "other" else spent[part]) / self.seconds if self.seconds else 0.0
+
     @property
     def tokens_per_second(self) -> float:
         return self.new_tokens / self.seconds if self.seconds else 0.0
@@ -165,13 +174,9 @@ class Costs(Section):
     predicted_speedup: float
     break_even_alpha: float | None
     """None: no alpha breaks even; or the system is no chain."""
+    best_gamma: int | None
+    """0: do not speculate. Chains only, as `by_gamma`."""
     by_gamma: list[GammaPoint]
-    """Chains only."""
-
-    @property
-    def best_gamma(self) -> int | None:
-        best = max(self.by_gamma, key=lambda point: point.predicted_speedup, default=None)
-        return None if best is None else best.gamma if best.predicted_speedup > 1 else 0
 
 
 class Divergence(Section):

@@ -4,18 +4,18 @@ Every figure is a ratio of two sums over prompts, so one set of resampled prompt
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import Literal
+from itertools import accumulate, pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from specdraft.decoding import Round
-from specdraft.evaluation.report import Acceptance, DepthFigures, Estimate, Slice
+from specdraft.evaluation.report import Acceptance, DepthFigures, Estimate, Slice, SliceKind
 
-Array = NDArray[np.float64]
+Array = NDArray[Any]
 
 POSITION_EDGES = (0, 16, 32, 64, 128, 256, 512, 1024, 2048)
 LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -26,7 +26,7 @@ class Bootstrap:
 
     def __init__(self, count: int, samples: int, seed: int, level: float = 0.95) -> None:
         generator = np.random.default_rng(seed)
-        self._weights: Array = generator.multinomial(count, np.full(count, 1 / count), size=samples).astype(np.float64)
+        self._weights: Array = generator.multinomial(count, np.full(count, 1 / count), size=samples).astype(float)
         self._tails = (50 * (1 - level), 50 * (1 + level))
 
     def ratio(self, top: Array, bottom: Array) -> Estimate:
@@ -54,6 +54,49 @@ class Bootstrap:
 
 
 @dataclass(frozen=True)
+class RoundTable:
+    """All rounds of all prompts, one after another; every array is [rounds]."""
+
+    prompts: int
+    prompt: Array
+    """Index of the round's prompt."""
+    start: Array
+    """Place in the answer of the first token that the round emits (0 is the token that belongs to no round)."""
+    offered: Array
+    accepted: Array
+    emitted: Array
+    proposed: Array
+    chances: Array
+    """[rounds, depth]: 0 where nothing was offered."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sequence[Round]]) -> "RoundTable":
+        rounds = [r for row in rows for r in row]
+        depth = max((r.offered for r in rounds), default=0)
+        figures = np.array([(r.offered, r.accepted, r.emitted, r.proposed) for r in rounds], dtype=int).reshape(-1, 4)
+        starts = [start for row in rows if row for start in accumulate((r.emitted for r in row[:-1]), initial=1)]
+        return cls(
+            prompts=len(rows),
+            prompt=np.repeat(np.arange(len(rows)), [len(row) for row in rows]),
+            start=np.array(starts, dtype=int),
+            offered=figures[:, 0],
+            accepted=figures[:, 1],
+            emitted=figures[:, 2],
+            proposed=figures[:, 3],
+            chances=np.array([[*r.chances, *[0.0] * (depth - r.offered)] for r in rounds]).reshape(len(rounds), depth),
+        )
+
+    def where(self, kept: Array) -> "RoundTable":
+        """The rounds that `kept`, bool [rounds], says; the prompts stay as many."""
+        parts = {name: value[kept] for name, value in vars(self).items() if name != "prompts"}
+        return RoundTable(self.prompts, **parts)
+
+    def by_prompt(self, values: Array) -> Array:
+        """Sums of values [rounds] over each prompt, float [prompts]."""
+        return np.bincount(self.prompt, values, self.prompts)
+
+
+@dataclass(frozen=True)
 class Counts:
     """Sums over the rounds of each prompt: float [prompts], or float [prompts, depth] (column d - 1 is depth d)."""
 
@@ -71,18 +114,22 @@ class Counts:
     """[prompts, depth]: sum of the analytic acceptance over the offers."""
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[Round]]) -> "Counts":
-        depth = max((r.offered for row in rows for r in row), default=0)
-        by_prompt = np.zeros((4, len(rows)))
-        by_depth = np.zeros((4, len(rows), depth))
-        for row, rounds in enumerate(rows):
-            for r in rounds:
-                by_prompt[:, row] += 1, r.proposed, r.accepted, r.emitted
-                by_depth[0, row, : r.accepted + 1] += 1
-                by_depth[1, row, : r.offered] += 1
-                by_depth[2, row, : r.accepted] += 1
-                by_depth[3, row, : r.offered] += r.chances
-        return cls(*by_prompt, *by_depth)
+    def of(cls, table: RoundTable) -> "Counts":
+        depths = range(1, table.chances.shape[1] + 1)
+
+        def by_depth(values: Callable[[int], Array]) -> Array:
+            return np.array([table.by_prompt(values(d)) for d in depths]).reshape(-1, table.prompts).T
+
+        return cls(
+            rounds=table.by_prompt(np.ones_like(table.prompt)),
+            proposed=table.by_prompt(table.proposed),
+            accepted=table.by_prompt(table.accepted),
+            emitted=table.by_prompt(table.emitted),
+            reached=by_depth(lambda d: table.accepted >= d - 1),
+            offers=by_depth(lambda d: table.offered >= d),
+            survived=by_depth(lambda d: table.accepted >= d),
+            chances=by_depth(lambda d: table.chances[:, d - 1]),
+        )
 
     def tau(self, bootstrap: Bootstrap) -> Estimate:
         return bootstrap.ratio(self.accepted + self.rounds, self.rounds)
@@ -115,8 +162,8 @@ def acceptance(
     trained_length: int | None = None,
 ) -> Acceptance:
     """All acceptance figures of one system; `rows` holds each prompt's rounds in order."""
-    counts = Counts.of(rows)
-    histogram = np.bincount([r.emitted for row in rows for r in row], minlength=1)
+    table = RoundTable.of(rows)
+    counts = Counts.of(table)
     return Acceptance(
         rounds=int(counts.rounds.sum()),
         proposed=int(counts.proposed.sum()),
@@ -127,78 +174,41 @@ def acceptance(
         analytic_alpha=counts.analytic_alpha(bootstrap),
         acceptance_ratio=bootstrap.ratio(counts.accepted, counts.proposed),
         depths=counts.depths(bootstrap),
-        slices=[
-            *_by_category(rows, categories, bootstrap),
-            *_by_position(rows, bootstrap),
-            *_by_prompt_length(rows, prompt_lengths, trained_length, bootstrap),
-        ],
-        emitted_histogram=[int(count) for count in histogram],
+        slices=list(_slices(table, np.array(prompt_lengths), categories, trained_length, bootstrap)),
+        emitted_histogram=np.bincount(table.emitted, minlength=1).tolist(),
     )
 
 
-def _slice(
-    kind: Literal["category", "output position", "prompt length"],
-    name: str,
-    rows: Sequence[Sequence[Round]],
+def _slices(
+    table: RoundTable,
+    prompt_lengths: Array,
+    categories: Sequence[str | None],
+    trained_length: int | None,
     bootstrap: Bootstrap,
-) -> Slice | None:
-    counts = Counts.of(rows)
-    if not counts.rounds.sum():
-        return None
-    return Slice(
-        kind=kind,
-        name=name,
-        prompts=int(np.count_nonzero(counts.rounds)),
-        rounds=int(counts.rounds.sum()),
-        tau=counts.tau(bootstrap),
-        alpha=counts.alpha(bootstrap),
-        analytic_alpha=counts.analytic_alpha(bootstrap),
-    )
-
-
-def _by_category(
-    rows: Sequence[Sequence[Round]], categories: Sequence[str | None], bootstrap: Bootstrap
-) -> list[Slice]:
-    parts = (
-        (name, [row if category == name else [] for row, category in zip(rows, categories, strict=True)])
-        for name in sorted({name for name in categories if name is not None})
-    )
-    return _present(_slice("category", name, part, bootstrap) for name, part in parts)
-
-
-def _by_position(rows: Sequence[Sequence[Round]], bootstrap: Bootstrap) -> list[Slice]:
-    """Rounds by the place in the answer of the first token that they emit (0: the token that belongs to no round)."""
-    starts = [np.cumsum([1, *(r.emitted for r in row)])[:-1] for row in rows]
-    parts = (
-        (
-            name,
-            [
-                [r for r, start in zip(row, at, strict=True) if inside(start)]
-                for row, at in zip(rows, starts, strict=True)
-            ],
-        )
-        for name, inside in _spans(POSITION_EDGES)
-    )
-    return _present(_slice("output position", name, part, bootstrap) for name, part in parts)
-
-
-def _by_prompt_length(
-    rows: Sequence[Sequence[Round]], lengths: Sequence[int], trained_length: int | None, bootstrap: Bootstrap
-) -> list[Slice]:
-    """Prompts by their number of tokens; the drafter's trained length is an edge of its own (X-07)."""
+) -> Iterator[Slice]:
+    """The parts that hold some rounds. The drafter's trained length is an edge of its own (X-07)."""
+    parts: list[tuple[SliceKind, str, Array]] = []
+    for category in sorted({name for name in categories if name is not None}):
+        parts.append(("category", category, np.array([name == category for name in categories])[table.prompt]))
+    parts += [("output position", name, kept) for name, kept in _spans(POSITION_EDGES, table.start)]
     edges = sorted({*LENGTH_EDGES, *([] if trained_length is None else [trained_length + 1])})
-    parts = (
-        (name, [row if inside(length) else [] for row, length in zip(rows, lengths, strict=True)])
-        for name, inside in _spans(edges)
-    )
-    return _present(_slice("prompt length", name, part, bootstrap) for name, part in parts)
+    parts += [("prompt length", name, kept) for name, kept in _spans(edges, prompt_lengths[table.prompt])]
+    for kind, name, kept in parts:
+        if kept.any():
+            counts = Counts.of(table.where(kept))
+            yield Slice(
+                kind=kind,
+                name=name,
+                prompts=int(np.count_nonzero(counts.rounds)),
+                rounds=int(counts.rounds.sum()),
+                tau=counts.tau(bootstrap),
+                alpha=counts.alpha(bootstrap),
+                analytic_alpha=counts.analytic_alpha(bootstrap),
+            )
 
 
-def _spans(edges: Sequence[int]) -> Iterator[tuple[str, Callable[[float], bool]]]:
+def _spans(edges: Sequence[int], values: Array) -> Iterator[tuple[str, Array]]:
+    """Name and members of each half-open span between edges, the last one without end."""
     for low, high in pairwise((*edges, math.inf)):
         name = f"{low} and on" if high == math.inf else f"{low} to {high - 1}"
-        yield name, lambda value, low=low, high=high: low <= value < high  # type: ignore[misc]
-
-
-def _present(slices: Iterable[Slice | None]) -> list[Slice]:
-    return [found for found in slices if found is not None]
+        yield name, (low <= values) & (values < high)
