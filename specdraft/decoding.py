@@ -1,12 +1,12 @@
 """The one speculative loop: any drafter, any batch, any temperature.
 
-    prefill -> root -> [ propose a tree -> one target pass over it -> verify -> commit -> remember ] until every row ends
+    prefill -> root -> [propose a tree -> one target pass over it -> verify -> commit -> remember] until every row ends
 
 Plain decoding is the same loop without a drafter: a tree without nodes, and one token a pass.
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -47,8 +47,8 @@ class Generation:
     ended: bool = False
     """An end token was reached (it is the last of `tokens`), not the length cap."""
     pit: list[float] = field(default_factory=list)
-    """Sampled decoding: for each token, a uniform draw from [P(ids < token), P(ids <= token)] under the target's p, made
-    by a stream of its own. Uniform on [0, 1] if, and for all practical purposes only if, tokens follow p."""
+    """Sampled decoding: for each token, a uniform draw from [P(ids < token), P(ids <= token)] under the target's p,
+    made by a stream of its own. Uniform on [0, 1] if, and for all practical purposes only if, tokens follow p."""
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Decoding:
         return self.prefill_seconds + self.target_seconds + self.drafter_seconds + self.other_seconds
 
     @contextmanager
-    def timed(self, what: str, device: torch.device):
+    def timed(self, what: str, device: torch.device) -> Iterator[None]:
         start = time.perf_counter()
         yield
         if device.type == "cuda":

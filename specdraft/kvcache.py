@@ -20,6 +20,8 @@ class ColumnLayer(CacheLayerMixin):
     """
 
     is_croppable = True
+    keys: Tensor
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class ColumnLayer(CacheLayerMixin):
 class RowCache(Cache):
     """The columns of all layers, and how many of them each row has committed."""
 
-    layers: list[ColumnLayer]
+    layers: list[ColumnLayer]  # type: ignore[assignment]
 
     def __init__(self, batch: int, device: torch.device) -> None:
         super().__init__(layer_class_to_replicate=ColumnLayer)

@@ -6,10 +6,10 @@ one forward pass, and keeps what was accepted, row by row.
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.kvcache import RowCache
-from specdraft.packing import pack_linears
+from specdraft.packing import PackedLinear, pack_linears
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 
@@ -81,15 +81,15 @@ class FrozenTarget:
         self.num_layers = len(self.layers)
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
-        self.embedding: nn.Embedding = model.get_input_embeddings()
-        self._head: nn.Module = model.get_output_embeddings()
+        self.embedding = cast(nn.Embedding, model.get_input_embeddings())
+        self._head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self.final_norm = [module for name, module in self.body.named_children() if "norm" in name][-1]
         self.windows = self._attention_windows()
         self.fingerprint = _fingerprint(model)
         self._check()
         if self.device.type == "cpu" and self.dtype == torch.float32:
             pack_linears(self.model)
-            self._head = model.get_output_embeddings()
+            self._head = cast(PackedLinear, model.get_output_embeddings())
 
     @classmethod
     def load(cls, recipe: TargetRecipe) -> "FrozenTarget":
@@ -110,7 +110,7 @@ class FrozenTarget:
         except (OSError, ValueError) as error:
             raise SpecdraftError(f"cannot load the target {recipe.name!r}: {error}") from error
         if recipe.device_map is None:
-            model = model.to(device)
+            nn.Module.to(model, device)
         return cls(model, tokenizer, recipe.name)
 
     @property
@@ -172,7 +172,7 @@ class FrozenTarget:
                 raise SpecdraftError(f"tap {tap} is not a layer of {self.name}: allowed are 0 to {self.num_layers}")
         caught: dict[int, Tensor] = {}
 
-        def catch_output(tap: int):
+        def catch_output(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
             def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
                 caught[tap] = output if isinstance(output, Tensor) else output[0]
 
@@ -210,8 +210,8 @@ class FrozenTarget:
         ]
         if len(stacks) != 1 or self.model.get_output_embeddings() is None:
             raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}) cannot be a target: specdraft handles a decoder-only causal "
-                f"LM with one stack of {self.config.num_hidden_layers} layers and an output head"
+                f"{self.name} ({type(self.model).__name__}) cannot be a target: specdraft handles a decoder-only "
+                f"causal LM with one stack of {self.config.num_hidden_layers} layers and an output head"
             )
         return stacks[0]
 
@@ -223,13 +223,13 @@ class FrozenTarget:
             return window
         if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
             raise SpecdraftError(
-                f"{self.name} has layers of type {', '.join(sorted(unknown))}, whose state cannot be rolled back after a "
-                "rejected draft; handled are full_attention and sliding_attention"
+                f"{self.name} has layers of type {', '.join(sorted(unknown))}, whose state cannot be rolled back after "
+                "a rejected draft; handled are full_attention and sliding_attention"
             )
         return {"full_attention": None, "sliding_attention": window}
 
     def _check(self) -> None:
-        """Compare `head` with the model's logits and a tree's forward with its paths' on a probe; raise if they differ."""
+        """Raise unless, on a probe, `head` gives the model's logits and a tree's forward is that of its paths."""
         seed = torch.Generator().manual_seed(0)
         probe = torch.randint(0, self.vocab_size, (2, 12), generator=seed).to(self.device)
         everything = torch.ones_like(probe, dtype=torch.bool)
@@ -257,15 +257,15 @@ class FrozenTarget:
             seen = session.extend(path[:, 0], tree)
         except Exception as error:  # whatever a strange architecture raises, it is the reason
             raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}) cannot be a target: it does not take a cache of its keys and "
-                f"values and a tree's attention mask ({error!r})"
+                f"{self.name} ({type(self.model).__name__}) cannot be a target: it does not take a cache of its keys "
+                f"and values and a tree's attention mask ({error!r})"
             ) from error
         got = self.head(seen.hidden[:, [0, 2, 3]]).float()
         want = torch.stack([want[rows, lengths + step] for step in range(3)], 1)
         if not torch.allclose(got, want, rtol=0, atol=tolerance):
             raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}, attention {self.config._attn_implementation}): a tree's forward "
-                f"pass differs from its paths' by {(got - want).abs().max():.2e}; such a model cannot be verified"
+                f"{self.name} ({type(self.model).__name__}, attention {self.config._attn_implementation}): a tree's "
+                f"forward pass differs from its paths' by {(got - want).abs().max():.2e}; it cannot be verified"
             )
 
 
@@ -309,8 +309,8 @@ class Session:
     def grow(self, tokens: Tensor, depths: Tensor, attends: Tensor) -> Observation:
         """One forward pass over new scratch tokens, int64 [batch, new].
 
-        `depths` int64 [batch, new]: how far behind the committed tokens each stands, from 0; `attends` bool [batch, new,
-        scratch]: which scratch tokens, older ones first, then the new ones, each sees, itself included.
+        `depths` int64 [batch, new]: how far behind the committed tokens each stands, from 0; `attends` bool
+        [batch, new, scratch]: which scratch tokens, older ones first, then the new ones, each sees, itself included.
         """
         target, windows, cache = self.target, self.target.windows, self.cache
         positions = cache.lengths[:, None] + depths

@@ -15,12 +15,13 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 def load_drafter(folder: Path | str) -> TrainableDrafter:
     """A trained drafter from a folder that training wrote, in eval mode; attach it to its target before use.
 
-    Raises SpecdraftError if there is none, if it is of an unknown kind, or if any tensor is missing, extra or misshapen.
+    Raises SpecdraftError if there is none, if it is of an unknown kind, or if a tensor is missing, extra or misshapen.
     """
     written = read_servable(Path(folder))
     kind = written.get("specdraft", {}).get("drafter")
     if kind not in DRAFTERS:
         raise SpecdraftError(
-            f"{folder}/config.json describes no drafter of ours (specdraft.drafter is {kind!r}); known are {', '.join(DRAFTERS)}"
+            f"{folder}/config.json describes no drafter of ours (specdraft.drafter is {kind!r}); "
+            f"known are {', '.join(DRAFTERS)}"
         )
     return DRAFTERS[kind].from_pretrained(folder)

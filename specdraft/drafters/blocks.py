@@ -1,11 +1,11 @@
 """Blocks that drafters share: rotary positions, attention projections, the gated MLP."""
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import PreTrainedConfig
+from transformers import LlamaConfig, PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from specdraft.config import SpecdraftError
@@ -19,7 +19,7 @@ _ROPE_FIELDS = frozenset(
 def rope_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """The rotary parameters of a target's config, for a drafter that follows its positions.
 
-    Raises SpecdraftError for kinds that a drafter cannot follow (multi-part positions of vision models, unknown fields).
+    Raises SpecdraftError for kinds that a drafter cannot follow: vision models' multi-part positions, unknown fields.
     """
     rope = settings.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)
@@ -40,7 +40,7 @@ class Rotary(nn.Module):
         factor = rope.get("partial_rotary_factor", 1.0)
         if rope.get("rope_type", "default") == "default" and factor != 1.0:
             config = type(config)(**{**config.to_dict(), "head_dim": int(config.head_dim * factor)})
-        self.angles = LlamaRotaryEmbedding(config)
+        self.angles = LlamaRotaryEmbedding(cast(LlamaConfig, config))
 
     def forward(self, states: Tensor, positions: Tensor) -> Tensor:
         """states [batch, heads, time, head_dim], positions int64 [batch, time]."""

@@ -1,8 +1,8 @@
 """EAGLE-3 (Li et al. 2025, arXiv 2503.01840): one decoder layer that reads the target's features and recurs on its own.
 
 Slot i reads the token x[i+1] and the target's taps at i (later in a draft: its own last output in their place), and
-predicts the law of x[i+2]. It is trained unrolled as it is used at decode time: tokens are the data's, features its own.
-The module's names are those of the layout that vLLM, SGLang and llama.cpp load.
+predicts the law of x[i+2]. It is trained unrolled as it is used at decode time: tokens are the data's, features are its
+own. The module's names are those of the layout that vLLM, SGLang and llama.cpp load.
 """
 
 from collections.abc import Sequence
@@ -107,7 +107,7 @@ class EagleLayer(nn.Module):
         return attn.split(attn.q_proj(both)), attn.split(attn.k_proj(both)), attn.split(attn.v_proj(both))
 
     def finish(self, feature: Tensor, attended: Tensor) -> Tensor:
-        """feature [batch, time, H] and attended [batch, heads, time, head_dim] to the layer's output [batch, time, H]."""
+        """feature [batch, time, H] and attended [batch, heads, time, head_dim] to the output [batch, time, H]."""
         hidden = feature + self.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
         return hidden + self.mlp(self.post_attention_layernorm(hidden))
 
@@ -123,6 +123,8 @@ class EagleMemory:
 class EagleDrafter(TrainableDrafter):
     config_class = EagleConfig
     config: EagleConfig
+    d2t: Tensor
+    t2d: Tensor
 
     def __init__(self, config: EagleConfig, kept_ids: Tensor | None = None) -> None:
         """`kept_ids` int64 [draft_vocab_size], ascending: the target's ids that the head predicts, unless all."""
@@ -150,7 +152,8 @@ class EagleDrafter(TrainableDrafter):
         if recipe.start == "target":
             drafter._start_from(target, kept_ids)
         drafter.attach(target)
-        return drafter.to(target.device)
+        nn.Module.to(drafter, target.device)
+        return drafter
 
     @torch.no_grad()
     def _start_from(self, target: FrozenTarget, kept_ids: Tensor | None) -> None:
@@ -244,10 +247,7 @@ class EagleDrafter(TrainableDrafter):
     @torch.no_grad()
     def propose(self, memory: EagleMemory, *, warp: Warp, dice: Dice) -> DraftTree:
         shape = self.shape
-        if isinstance(shape, Chain):
-            tree = self._chain(memory, shape.gamma, warp, dice)
-        else:
-            tree = self._tree(memory, shape)
+        tree = self._chain(memory, shape.gamma, warp, dice) if isinstance(shape, Chain) else self._tree(memory, shape)
         memory.cache.discard()
         return tree
 
@@ -362,8 +362,8 @@ class EagleDrafter(TrainableDrafter):
     def config_from_servable(cls, written: dict[str, Any]) -> EagleConfig:
         ours = written["specdraft"]
         shared = (
-            "vocab_size draft_vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
-            "rms_norm_eps max_position_embeddings"
+            "vocab_size draft_vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads "
+            "head_dim rms_norm_eps max_position_embeddings"
         ).split()
         return EagleConfig(
             **{name: written[name] for name in shared},

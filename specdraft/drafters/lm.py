@@ -85,7 +85,7 @@ def check_tokenizers(model: FrozenTarget, target: FrozenTarget) -> None:
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size != target.vocab_size:
             raise SpecdraftError(
-                f"the drafter {model.name} has {model.vocab_size} ids and the target {target.name} {target.vocab_size}; "
+                f"the drafter {model.name} has {model.vocab_size} ids, the target {target.name} {target.vocab_size}; "
                 "without tokenizers to compare they must be as many"
             )
         return
