@@ -33,11 +33,11 @@ class DataRecipe(Recipe):
     answers: tuple[str, ...]
     """Chats to train on: JSONL files (best those that `respond` wrote), dataset folders or Hub ids; `#split` or
     `#config/split` selects within the latter two."""
-    max_length: int = 2048
+    max_length: int = Field(2048, ge=2)
     """Rows are cut to this many tokens; a row without a supervised token left is skipped and counted."""
-    min_supervised: int = 1
+    min_supervised: int = Field(1, ge=1)
     """Rows with fewer supervised tokens are skipped and counted."""
-    limit: int | None = None
+    limit: int | None = Field(None, ge=1)
     """Use the first so many usable rows of the sources."""
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
     """The chat template's variables, as the serving engine gets them; such as enable_thinking. Answers that `respond`
@@ -117,7 +117,7 @@ def load_rows(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, end_ids: S
     SpecdraftError if no row is left, or if one was skipped and the recipe is strict.
     """
     chats = ChatFormat(tokenizer, recipe.chat_template_kwargs, end_ids)
-    decides = recipe.model_dump(exclude={"answers", "cache_dir", "store", "chat_template_kwargs"})
+    decides = recipe.model_dump(include={"max_length", "min_supervised", "limit"})
     parts = [_LAYOUT, decides, chats.fingerprint, sources_digest(recipe.answers)]
     key = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
     folder = Path(recipe.cache_dir).expanduser()
@@ -126,7 +126,9 @@ def load_rows(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, end_ids: S
     with one_at_a_time(path):
         if not path.exists():
             build_rows(recipe, chats, key).save(path)
-    return TokenRows.load(path)
+    rows = TokenRows.load(path)
+    Faults(Counter(rows.report.skipped), rows.report.examples).check(recipe.strict)
+    return rows
 
 
 def build_rows(recipe: DataRecipe, chats: ChatFormat, key: str = "") -> TokenRows:
@@ -150,7 +152,6 @@ def build_rows(recipe: DataRecipe, chats: ChatFormat, key: str = "") -> TokenRow
             ids += row_ids
             supervised += row_supervised
             lengths.append(len(row_ids))
-    faults.check(recipe.strict)
     report.rows, report.tokens, report.supervised = len(lengths), len(ids), sum(supervised)
     report.skipped, report.examples, report.written_by = dict(faults.counts), faults.shown, dict(written_by)
     if not lengths:

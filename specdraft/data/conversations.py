@@ -38,12 +38,12 @@ class RowError(SpecdraftError):
         self.reason = reason
 
 
+@dataclass
 class Faults:
     """What was skipped: a count for each reason, and the first faults word for word with their places."""
 
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.shown: list[str] = []
+    counts: Counter[str] = field(default_factory=Counter)
+    shown: list[str] = field(default_factory=list)
 
     def note(self, where: str, fault: RowError) -> None:
         self.counts[fault.reason] += 1

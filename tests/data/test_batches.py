@@ -180,6 +180,14 @@ def test_t26_one_process_builds_and_the_others_wait_for_its_file(recipe):
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
+def test_strict_names_lines_from_the_cache_too(recipe):
+    with open(recipe.answers[0], "a") as file:
+        file.write("{\n")
+    assert load_rows(recipe, chat_tokenizer()).report.skipped == {"not valid JSON": 1}
+    with pytest.raises(SpecdraftError, match=r"strict, and .*\n.*:8: not valid JSON"):
+        load_rows(with_(recipe, strict=True), chat_tokenizer())
+
+
 def test_fewer_rows_than_ranks_is_an_error():
     with pytest.raises(SpecdraftError, match="2 training rows cannot be shared among 3 ranks"):
         batch_order(torch.tensor([4, 5]), 2, seed=0, epoch=0, world=3)
