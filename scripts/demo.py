@@ -30,6 +30,8 @@ VERBS = {  # config, output, expected seconds on two slow cores: the first estim
 }
 QUICK = {"respond": 45, "capture": 10, "train": 110, "eval": 60}
 COUNT = re.compile(rb"(\d+)(?:/| of )(\d+)")
+PERCENT = re.compile(rb"(\d+)%()")
+LIVE_BARS = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": "100"}  # rich draws bars into a pipe as well
 OTHER_BARS = re.compile(rb"^\s*(Loading|Writing|Converting)")
 
 
@@ -54,7 +56,7 @@ def stages(folder: Path, quick: bool) -> list[Stage]:
 
 
 class Progress:
-    """How far the running stage is, read from the counts ("12/420") that its progress bar writes."""
+    """How far the running stage is, read from the counts ("12/420") or shares ("3%") that its progress bar writes."""
 
     def __init__(self, stream: IO[bytes], log: IO[bytes]) -> None:
         self.fraction: float | None = None
@@ -71,7 +73,8 @@ class Progress:
                     self._note(line)
 
     def _note(self, line: bytes) -> None:
-        for done, total in ((int(a), int(b)) for a, b in COUNT.findall(line)):
+        found = COUNT.findall(line) or PERCENT.findall(line)
+        for done, total in ((int(a), int(b or 100)) for a, b in found):
             self._total = self._total or total  # the first bar is the stage's own
             if total == self._total and 0 < done <= total:
                 self.fraction = done / total
@@ -169,7 +172,7 @@ def main() -> None:
     quick = parser.parse_args().quick
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
-    os.environ["HF_HUB_OFFLINE"] = "1"
+    os.environ.update(LIVE_BARS, HF_HUB_OFFLINE="1")
     folder = Path("runs/quick" if quick else "runs/demo")
     folder.mkdir(parents=True, exist_ok=True)
 

@@ -25,7 +25,8 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
         module, "stages", lambda folder, quick: [stage(module, folder, name) for name in ("one", "report")]
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    for name, value in (*module.LIVE_BARS.items(), ("HF_HUB_OFFLINE", "1")):
+        monkeypatch.setenv(name, value)
     for name in ("one", "report"):
         (tmp_path / f"{name}.yaml").write_text(name)
     return module
@@ -88,6 +89,9 @@ def test_progress_reads_the_stages_own_bar_alone(demo: ModuleType) -> None:
     ):
         progress._note(line)
         assert progress.fraction == fraction
+    progress.fraction, progress._total = None, None
+    progress._note("capture \u2501\u2501 \x1b[35m 45%\x1b[0m 0:00:07".encode())
+    assert progress.fraction == 0.45
 
 
 def test_the_time_left_follows_the_measured_pace(demo: ModuleType) -> None:
