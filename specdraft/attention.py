@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 
@@ -25,12 +25,7 @@ def unrolled_attention(query: Tensor, key: Tensor, value: Tensor, own_key: Tenso
     if query.device.type == "cpu":
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
         return _CausalAndOwn.apply(query, key, value, own_key, own_value)
-    causal, lse = _compiled_flex()(
-        query, key, value, block_mask=_causal_blocks(query.shape[2], query.device), enable_gqa=True, return_lse=True
-    )
-    scores = _own_scores(query, own_key)
-    total = torch.logsumexp(torch.cat([lse[..., None].float(), scores], -1), -1)
-    return merge(causal, lse, scores, own_value, total)
+    return _by_flex(query, key, value, own_key, own_value)
 
 
 def _own_scores(query: Tensor, own_key: Tensor) -> Tensor:
@@ -45,6 +40,15 @@ def merge(causal: Tensor, lse: Tensor, scores: Tensor, own_value: Tensor, total:
     weights = (scores - total[..., None]).exp().to(causal.dtype)
     share = (lse - total).exp().to(causal.dtype)
     return causal * share[..., None] + torch.einsum("bhtj,bhtjd->bhtd", weights, own_value)
+
+
+def _by_flex(query: Tensor, key: Tensor, value: Tensor, own_key: Tensor, own_value: Tensor) -> Tensor:
+    """The merge where the fused kernel differentiates its log-sum-exp; own keys and values are one per query head."""
+    blocks, wanted = _causal_blocks(query.shape[2], query.device), AuxRequest(lse=True)
+    causal, aux = _compiled_flex()(query, key, value, block_mask=blocks, enable_gqa=True, return_aux=wanted)
+    scores = _own_scores(query, own_key)
+    total = torch.logsumexp(torch.cat([aux.lse[..., None].to(scores.dtype), scores], -1), -1)
+    return merge(causal, aux.lse, scores, own_value, total)
 
 
 class _CausalAndOwn(torch.autograd.Function):

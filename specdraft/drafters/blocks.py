@@ -1,11 +1,13 @@
 """Blocks that drafters share: rotary positions, attention projections, the gated MLP."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from specdraft.config import SpecdraftError
@@ -23,6 +25,12 @@ def rope_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
     """
     rope = settings.get("rope_parameters") or {"rope_type": "default", "rope_theta": 10000.0}
     rope = rope.get("full_attention", rope)
+    kinds = ("default", *ROPE_INIT_FUNCTIONS)
+    if (kind := rope.get("rope_type", "default")) not in kinds:
+        raise SpecdraftError(
+            f"{name} has rotary positions of the type {kind!r}, which a drafter cannot follow; "
+            f"known are {', '.join(kinds)}"
+        )
     if unknown := set(rope) - _ROPE_FIELDS:
         raise SpecdraftError(
             f"{name} has rotary positions with {', '.join(sorted(unknown))}, which a drafter cannot follow; "
@@ -41,6 +49,10 @@ class Rotary(nn.Module):
         if rope.get("rope_type", "default") == "default" and factor != 1.0:
             config = type(config)(**{**config.to_dict(), "head_dim": int(config.head_dim * factor)})
         self.angles = LlamaRotaryEmbedding(cast(LlamaConfig, config))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Follows its module to another device, not to another dtype: frequencies stay float32, as in engines."""
+        return super()._apply(lambda tensor: tensor.to(fn(tensor).device), recurse)
 
     def forward(self, states: Tensor, positions: Tensor) -> Tensor:
         """states [batch, heads, time, head_dim], positions int64 [batch, time]."""
