@@ -3,5 +3,16 @@
 from specdraft.evaluation.measure import ChainSystem, EvalRecipe, TreeSystem, evaluate
 from specdraft.evaluation.prompts import Prompt
 from specdraft.evaluation.report import Estimate, Report
+from specdraft.evaluation.stage import EvaluateRecipe, evaluate_recipe
 
-__all__ = ["ChainSystem", "Estimate", "EvalRecipe", "Prompt", "Report", "TreeSystem", "evaluate"]
+__all__ = [
+    "ChainSystem",
+    "Estimate",
+    "EvalRecipe",
+    "EvaluateRecipe",
+    "Prompt",
+    "Report",
+    "TreeSystem",
+    "evaluate",
+    "evaluate_recipe",
+]

@@ -128,6 +128,12 @@ class Acceptance(Section):
     emitted_histogram: list[int]
     """Rounds by the number of tokens that they emitted: index 0, 1, 2, ..."""
 
+    def metrics(self) -> dict[str, float]:
+        """The figures by name, as a training log wants them: tau, alpha, analytic_alpha, alpha_1, alpha_2, ..."""
+        named = {"tau": self.tau, "alpha": self.alpha, "analytic_alpha": self.analytic_alpha}
+        named |= {f"alpha_{figures.depth}": figures.alpha for figures in self.depths}
+        return {name: estimate.value for name, estimate in named.items() if estimate.value is not None}
+
 
 class RunTime(Section):
     """Where the seconds of one run went; `other_seconds` is everything but prompt, target and drafter."""
