@@ -17,7 +17,7 @@ from torch import Tensor
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice, SeededDice
 from specdraft.drafters.base import Drafter
-from specdraft.target import FrozenTarget, Observation, Session
+from specdraft.target import FrozenTarget, Session
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict, verify
 from specdraft.warping import Warp
@@ -140,11 +140,10 @@ class _Batch:
         with self.decoding.timed("prefill_seconds", self.target.device):
             seen = self.session.read(tokens, mask)
             last = seen.hidden[torch.arange(len(prompts), device=mask.device), mask.sum(1) - 1]
-            logits = self.target.head(last)
+            law = self._law(last)
             if self.warp.greedy:
-                self.roots = logits.argmax(-1)
+                self.roots = law
             else:
-                law = self.warp(logits)
                 self.roots = self.dice.draw(law, range(len(prompts)))
                 self._transform(law[:, None], self.roots[:, None], torch.ones_like(self.roots))
         with self.decoding.timed("drafter_seconds", self.target.device):
@@ -162,7 +161,7 @@ class _Batch:
                 tree = self.drafter.propose(self.memory, warp=self.warp, dice=self.dice)
         with self.decoding.timed("target_seconds", device):
             seen = self.session.extend(self.roots, tree)
-            p = self._law(seen)
+            p = self._law(seen.hidden)
         with self.decoding.timed("other_seconds", device):
             verdict = verify(tree, p, self.dice)
             committed = self.session.commit(verdict)
@@ -179,15 +178,13 @@ class _Batch:
         with self.decoding.timed("other_seconds", device):
             self._drop_ended()
 
-    def _law(self, seen: Observation) -> Tensor:
-        """p at the root and every node: probabilities, or argmax ids where decoding is greedy."""
-        logits = self.target.head(seen.hidden)
-        if self.warp.greedy:
-            if not torch.isfinite(top := logits.amax(-1)).all():
-                row = int((~torch.isfinite(top)).nonzero()[0, 0])
-                raise ValueError(f"the target's logits hold NaN or infinity in pass {self.decoding.passes}, row {row}")
-            return logits.argmax(-1)
-        return self.warp(logits)
+    def _law(self, hidden: Tensor) -> Tensor:
+        """p after hidden states [rows, ..., H]: probabilities, or argmax ids where decoding is greedy."""
+        logits = self.target.head(hidden)
+        if not (finite := torch.isfinite(logits.amax(-1))).all():
+            row = int((~finite).nonzero()[0, 0])
+            raise ValueError(f"the target's logits hold NaN or infinity in pass {self.decoding.passes}, row {row}")
+        return logits.argmax(-1) if self.warp.greedy else self.warp(logits)
 
     def _record(self, tree: DraftTree, verdict: Verdict, emitted: Tensor) -> None:
         """Append each row's tokens and round."""

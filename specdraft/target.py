@@ -294,6 +294,7 @@ class Session:
         self.taps = taps
         self.cache = RowCache(batch, target.device)
         self._extended: Observation | None = None
+        self._scratch = self.cache.lengths.new_empty(batch, 0)  # positions of what was grown and not committed
 
     @torch.no_grad()
     def read(self, tokens: Tensor, mask: Tensor) -> Observation:
@@ -303,6 +304,7 @@ class Session:
         causal = (time[:, None] >= time).expand(len(tokens), -1, -1)
         seen = self.grow(tokens, time.expand_as(tokens), causal)._replace(mask=mask)
         self.cache.commit(time.expand_as(tokens), mask.sum(1))
+        self._scratch = self._scratch[:, :0]
         return seen
 
     @torch.no_grad()
@@ -314,6 +316,7 @@ class Session:
         """
         target, windows, cache = self.target, self.target.windows, self.cache
         positions = cache.lengths[:, None] + depths
+        self._scratch = torch.cat([self._scratch, positions], 1)
         masks: Any = None  # a first reading is plainly causal, and the model's own causal path is the quickest
         if cache.width > 0:
             if isinstance(windows, dict):
@@ -328,9 +331,8 @@ class Session:
         return Observation(tokens, everything, positions, hidden, _side_by_side(caught, hidden))
 
     def _mask(self, positions: Tensor, attends: Tensor, window: int | None) -> Tensor:
-        if window is not None and attends.shape[2] > 1:
-            assert attends.shape[2] == attends.shape[1], "under a sliding window, scratch is read in one pass"
-            attends = attends & (positions[:, :, None] - positions[:, None, :] < window)
+        if window is not None:
+            attends = attends & (positions[:, :, None] - self._scratch[:, None, :] < window)
         return self.cache.mask(positions, attends, self.target.dtype, window)
 
     def extend(self, roots: Tensor, tree: DraftTree) -> Observation:
@@ -357,6 +359,7 @@ class Session:
         kept = torch.cat([torch.zeros_like(verdict.accepted)[:, None], verdict.path[:, :most] + 1], 1)
         kept = torch.where(mask, kept, 0)
         self.cache.commit(kept, verdict.accepted + 1)
+        self._scratch = self._scratch[:, :0]
         rows = torch.arange(len(kept), device=kept.device)[:, None]
         tokens, positions = extended.tokens[rows, kept], extended.positions[rows, kept]
         return Observation(tokens, mask, positions, extended.hidden[rows, kept], extended.taps[rows, kept])
@@ -364,7 +367,9 @@ class Session:
     def discard(self) -> None:
         """Forget what was grown and not committed."""
         self.cache.discard()
+        self._scratch = self._scratch[:, :0]
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Go on with `rows` alone, in that order."""
+        """Go on with `rows` alone, in that order; what was grown and not committed is forgotten."""
         self.cache.keep(rows)
+        self._scratch = self._scratch[: len(rows), :0]

@@ -5,6 +5,7 @@ predicts the law of x[i+2]. It is trained unrolled as it is used at decode time:
 own. The module's names are those of the layout that vLLM, SGLang and llama.cpp load.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,16 +17,25 @@ from transformers import PreTrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdraft.attention import unrolled_attention
-from specdraft.config import Recipe
+from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, DynamicTree, Shape, TrainableDrafter
 from specdraft.drafters.blocks import GatedMLP, Projections, Rotary, rope_of
+from specdraft.drafters.vocabulary import from_tables
 from specdraft.kvcache import RowCache
 from specdraft.objectives import Prediction
 from specdraft.target import FrozenTarget, Observation
 from specdraft.tree import ROOT, DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
+
+logger = logging.getLogger(__name__)
+
+_SHARED = (
+    "vocab_size draft_vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim "
+    "rms_norm_eps max_position_embeddings"
+).split()
+"""What config.json calls as we do."""
 
 
 class EagleRecipe(Recipe):
@@ -139,7 +149,7 @@ class EagleDrafter(TrainableDrafter):
         self.rotary = Rotary(config)
         if config.draft_vocab_size < config.vocab_size:
             rows = torch.arange(config.draft_vocab_size)
-            ids = rows if kept_ids is None else kept_ids.cpu()
+            ids = rows - 1 if kept_ids is None else kept_ids.cpu()  # -1: not to be used before a load
             self.register_buffer("d2t", ids - rows)  # offsets: row i predicts the target's id i + d2t[i]
             self.register_buffer("t2d", torch.isin(torch.arange(config.vocab_size), ids))
         self.post_init()
@@ -177,6 +187,21 @@ class EagleDrafter(TrainableDrafter):
             elif isinstance(mine, LlamaRMSNorm) and theirs is not None and name != "input_layernorm":
                 mine.weight.copy_(target.gain(theirs))
         self.norm.weight.copy_(target.gain(target.final_norm))
+
+    def attach(self, target: FrozenTarget) -> None:
+        """Raises SpecdraftError for a target of another width or a smaller vocabulary, and for d2t and t2d that do not
+        say which ids are drafted. Ids that the target has gained since training are never drafted, with a warning."""
+        config = self.config
+        if target.hidden_size != config.target_hidden_size or target.vocab_size < config.vocab_size:
+            raise SpecdraftError(
+                f"the drafter was made for a target of width {config.target_hidden_size} with {config.vocab_size} ids; "
+                f"{target.name} has {target.hidden_size} and {target.vocab_size}"
+            )
+        if (gained := target.vocab_size - config.vocab_size) > 0:
+            logger.warning("%s has %d ids more than the drafter, which never drafts them", target.name, gained)
+        if config.draft_vocab_size < config.vocab_size:
+            from_tables(self.d2t, config.draft_vocab_size, config.vocab_size, self.t2d)
+        super().attach(target)
 
     def kept_ids(self) -> Tensor | None:
         """int64 [draft_vocab_size]: the target's id of each row of the head; None: all, in order."""
@@ -313,10 +338,11 @@ class EagleDrafter(TrainableDrafter):
 
     def _widened(self, law: Tensor) -> Tensor:
         """A law over the draft vocabulary [batch, Vd] as one over the target's [batch, V]."""
-        if (ids := self.kept_ids()) is None:
+        if self.config.draft_vocab_size == self.target.vocab_size:
             return law
-        wide = law.new_zeros(len(law), self.config.vocab_size)
-        wide[:, ids] = law
+        wide = law.new_zeros(len(law), self.target.vocab_size)
+        ids = self.kept_ids()
+        wide[:, slice(law.shape[1]) if ids is None else ids] = law
         return wide
 
     def servable_config(self) -> dict[str, Any]:
@@ -326,19 +352,14 @@ class EagleDrafter(TrainableDrafter):
         first layer's output. Each finds its own key.
         """
         config, taps = self.config, list(self.taps)
-        shared = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim")
         rope = dict(config.rope_parameters or {})
         written = {
             "architectures": ["LlamaForCausalLMEagle3"],
             "model_type": "llama",
-            **{name: getattr(config, name) for name in shared},
+            **{name: getattr(config, name) for name in _SHARED},
             "num_hidden_layers": 1,
-            "vocab_size": config.vocab_size,
-            "draft_vocab_size": config.draft_vocab_size,
             "hidden_act": "silu",
-            "rms_norm_eps": config.rms_norm_eps,
             "rope_theta": rope.pop("rope_theta", 10000.0),
-            "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": False,
             "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
             "norm_before_residual": False,
@@ -361,17 +382,10 @@ class EagleDrafter(TrainableDrafter):
     @classmethod
     def config_from_servable(cls, written: dict[str, Any]) -> EagleConfig:
         ours = written["specdraft"]
-        shared = (
-            "vocab_size draft_vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads "
-            "head_dim rms_norm_eps max_position_embeddings"
-        ).split()
+        rope = {"rope_type": "default", "rope_theta": written["rope_theta"], **written.get("rope_scaling", {})}
         return EagleConfig(
-            **{name: written[name] for name in shared},
-            rope_parameters={
-                "rope_type": "default",
-                "rope_theta": written["rope_theta"],
-                **written.get("rope_scaling", {}),
-            },
+            **{name: written[name] for name in _SHARED},
+            rope_parameters=rope,
             taps=written["eagle_aux_hidden_state_layer_ids"],
             target_hidden_size=ours["target_hidden_size"],
             unroll=ours["unroll"],

@@ -4,6 +4,7 @@ Any small causal LM with the target's tokenizer drafts a chain. It reads committ
 scratch in its own keys and values, forgotten when the chain is proposed.
 """
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,8 @@ from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class LMMemory:
@@ -33,9 +36,10 @@ class LMDrafter:
     taps: tuple[int, ...] = ()
 
     def __init__(self, model: FrozenTarget, target: FrozenTarget) -> None:
-        check_tokenizers(model, target)
         self.model = model
         self.vocab_size = target.vocab_size
+        self.shared = check_tokenizers(model, target)
+        """Ids below it are drafted; those above are one side's alone, or padding."""
         self.shape: Shape = Chain()
 
     def begin(self, seen: Observation, roots: Tensor) -> LMMemory:
@@ -55,7 +59,8 @@ class LMDrafter:
         return LMMemory(memory.session, memory.hidden[list(rows)])
 
     def _read(self, session: Session, tokens: Tensor, mask: Tensor) -> LMMemory:
-        hidden = session.read(tokens, mask).hidden
+        known = tokens.clamp(max=self.model.vocab_size - 1)  # an id that the drafter lacks is read as its last
+        hidden = session.read(known, mask).hidden
         return LMMemory(session, hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
 
     def propose(self, memory: LMMemory, *, warp: Warp, dice: Dice) -> DraftTree:
@@ -69,35 +74,48 @@ class LMDrafter:
                 depths = torch.full((batch, 1), step - 1, device=hidden.device)
                 attends = torch.ones(batch, 1, step, dtype=torch.bool, device=hidden.device)
                 hidden = memory.session.grow(tokens[-1][:, None], depths, attends).hidden[:, 0]
-            logits = self.model.head(hidden)[:, : self.vocab_size]
+            logits = self.model.head(hidden)[:, : self.shared]
             if warp.greedy:
                 tokens.append(logits.argmax(-1))
             else:
                 law = warp(logits)
-                laws.append(torch.nn.functional.pad(law, (0, self.vocab_size - law.shape[-1])))
+                laws.append(torch.nn.functional.pad(law, (0, self.vocab_size - self.shared)))
                 tokens.append(dice.draw(laws[-1], range(batch)))
         memory.session.discard()
         return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
 
 
-def check_tokenizers(model: FrozenTarget, target: FrozenTarget) -> None:
-    """Raise SpecdraftError, with the first ids that differ, unless both read the same token under the same id."""
+def check_tokenizers(model: FrozenTarget, target: FrozenTarget) -> int:
+    """How many ids, from 0 on, the drafter may draft: those that both have.
+
+    Raises SpecdraftError, with the first that differ, if an id means different tokens; an added token that is no end of
+    the target's, and ids that only one of them has, are logged as a warning.
+    """
     if model.tokenizer is None or target.tokenizer is None:
         if model.vocab_size != target.vocab_size:
             raise SpecdraftError(
                 f"the drafter {model.name} has {model.vocab_size} ids, the target {target.name} {target.vocab_size}; "
                 "without tokenizers to compare they must be as many"
             )
-        return
+        return target.vocab_size
     mine, theirs = (_by_id(held.tokenizer) for held in (model, target))
-    shared = range(min(len(mine), len(theirs)))
-    if differing := [index for index in shared if mine.get(index) != theirs.get(index)]:
-        shown = ", ".join(f"{index}: {mine.get(index)!r} and {theirs.get(index)!r}" for index in differing[:5])
+    added = model.tokenizer.added_tokens_decoder.keys() & target.tokenizer.added_tokens_decoder.keys()
+    tolerated = (added - set(target.end_ids)) | (mine.keys() ^ theirs.keys())
+    differing = sorted(index for index in mine.keys() | theirs.keys() if mine.get(index) != theirs.get(index))
+    if faults := [index for index in differing if index not in tolerated]:
         raise SpecdraftError(
-            f"the drafter {model.name} and the target {target.name} give {len(differing)} ids to different tokens "
-            f"({shown}); a draft LM must share the target's tokenizer"
+            f"the drafter {model.name} and the target {target.name} give {len(faults)} ids to different tokens "
+            f"({_shown(faults, mine, theirs)}); a draft LM must share the target's tokenizer"
         )
+    if differing:
+        shown = _shown(differing, mine, theirs)
+        logger.warning("%s and %s differ in %d added tokens: %s", model.name, target.name, len(differing), shown)
+    return min(model.vocab_size, target.vocab_size, 1 + max(mine), 1 + max(theirs))
 
 
 def _by_id(tokenizer: Any) -> dict[int, str]:
     return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
+def _shown(ids: Sequence[int], mine: dict[int, str], theirs: dict[int, str]) -> str:
+    return ", ".join(f"{index}: {mine.get(index)!r} and {theirs.get(index)!r}" for index in ids[:5])
