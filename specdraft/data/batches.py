@@ -3,7 +3,9 @@
 import fcntl
 import hashlib
 import json
+import logging
 import os
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +26,7 @@ from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.chat import ChatFormat
 from specdraft.data.conversations import Conversation, Faults, RowError, read_conversations, sources_digest
 
+log = logging.getLogger(__name__)
 IGNORED = -100
 _LAYOUT = 1  # of the cache file and of what decides its content; raise it when either changes
 _MOST_POOLED = 32  # global batches that are sorted by length together, in an epoch of enough of them
@@ -68,6 +71,14 @@ class RowsReport:
     @property
     def supervised_ratio(self) -> float:
         return self.supervised / max(self.tokens, 1)
+
+    def __str__(self) -> str:
+        writers = ", ".join(f"{rows} by {writer}" for writer, rows in self.written_by.items())
+        skipped = "; ".join(f"{count} x {reason}" for reason, count in self.skipped.items()) or "none"
+        return (
+            f"{self.rows:,} rows of {self.conversations:,} chats, {self.tokens:,} tokens, {self.supervised_ratio:.1%} "
+            f"supervised, {self.truncated:,} truncated; answers: {writers}; skipped: {skipped}"
+        )
 
 
 class TokenRows(Dataset[dict[str, Tensor]]):
@@ -127,6 +138,7 @@ def load_rows(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, end_ids: S
         if not path.exists():
             build_rows(recipe, chats, key).save(path)
     rows = TokenRows.load(path)
+    log.info("%s", rows.report)
     Faults(Counter(rows.report.skipped), rows.report.examples).check(recipe.strict)
     return rows
 
@@ -134,9 +146,7 @@ def load_rows(recipe: DataRecipe, tokenizer: PreTrainedTokenizerBase, end_ids: S
 def build_rows(recipe: DataRecipe, chats: ChatFormat, key: str = "") -> TokenRows:
     """Tokenise the recipe's sources, without a cache."""
     faults, report, written_by = Faults(), RowsReport(), Counter[str]()
-    ids: list[int] = []
-    supervised: list[bool] = []
-    lengths: list[int] = []
+    ids, supervised, lengths = array("i"), array("b"), array("q")
     for conversation in read_conversations(recipe.answers, faults):
         if recipe.limit is not None and report.conversations == recipe.limit:
             break
@@ -149,14 +159,20 @@ def build_rows(recipe: DataRecipe, chats: ChatFormat, key: str = "") -> TokenRow
         report.truncated += sum(length > recipe.max_length for _, _, length in samples)
         written_by[_writer(conversation)] += len(samples)
         for row_ids, row_supervised, _ in samples:
-            ids += row_ids
-            supervised += row_supervised
+            ids.extend(row_ids)
+            supervised.extend(row_supervised)
             lengths.append(len(row_ids))
     report.rows, report.tokens, report.supervised = len(lengths), len(ids), sum(supervised)
     report.skipped, report.examples, report.written_by = dict(faults.counts), faults.shown, dict(written_by)
     if not lengths:
         raise SpecdraftError(f"no row to train on in {', '.join(recipe.answers)}: {faults}")
-    return TokenRows(torch.tensor(ids, dtype=torch.int32), torch.tensor(supervised), torch.tensor(lengths), key, report)
+    return TokenRows(
+        torch.frombuffer(ids, dtype=torch.int32),
+        torch.frombuffer(supervised, dtype=torch.int8).bool(),
+        torch.frombuffer(lengths, dtype=torch.int64),
+        key,
+        report,
+    )
 
 
 def _samples(
