@@ -55,11 +55,12 @@ class Teacher:
         float32, or float64 where the target's logits are.
         """
         hidden = self.hidden.flatten(0, 1)[positions]
-        if kept_ids is not None and self.log_partition is not None:
-            partition = self.log_partition.flatten()[positions, None]
-            return (_at_least_float(self.target.restricted_head(hidden, kept_ids)) - partition).clamp_(min=LOG_ZERO)
-        log_p = _at_least_float(self.target.head(hidden)).log_softmax(-1)
-        return (log_p if kept_ids is None else log_p[:, kept_ids]).clamp_(min=LOG_ZERO)
+        with torch.autocast(hidden.device.type, enabled=False):  # the target keeps its own precision
+            if kept_ids is not None and self.log_partition is not None:
+                logits = _at_least_float(self.target.restricted_head(hidden, kept_ids))
+                return (logits - self.log_partition.flatten()[positions, None]).clamp_(min=LOG_ZERO)
+            log_p = _at_least_float(self.target.head(hidden)).log_softmax(-1)
+            return (log_p if kept_ids is None else log_p[:, kept_ids]).clamp_(min=LOG_ZERO)
 
 
 def _at_least_float(tensor: Tensor) -> Tensor:
