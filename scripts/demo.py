@@ -38,14 +38,15 @@ OTHER_BARS = re.compile(rb"^\s*(Loading|Writing|Converting)")
 class Stage(NamedTuple):
     name: str
     command: list[str]
-    inputs: list[Path]  # files whose content decides the outcome
+    inputs: list[Path]  # files whose content decides the outcome, besides what the stages before made
     output: Path
     seconds: float
 
 
 def stages(folder: Path, quick: bool) -> list[Stage]:
-    converter = Path("scripts/smollm2.py")
-    made = [Stage("target", [sys.executable, str(converter), str(CHECKPOINT)], [converter], CHECKPOINT, 40)]
+    made = []
+    if not CHECKPOINT.exists():  # it appears only when it is complete
+        made = [Stage("target", [sys.executable, "scripts/smollm2.py", str(CHECKPOINT)], [], CHECKPOINT, 60)]
     for verb, (config, output, seconds) in VERBS.items():
         files = [Path("configs") / config, Path("configs/quick") / config][: 1 + quick]
         options = [word for file in files for word in ("--config", str(file))]
@@ -178,7 +179,8 @@ def main() -> None:
 
     key, todo = "", []
     for stage in stages(folder, quick):
-        key = hashlib.sha256(b"".join([key.encode(), *(path.read_bytes() for path in stage.inputs)])).hexdigest()
+        if stage.inputs:
+            key = hashlib.sha256(b"".join([key.encode(), *(path.read_bytes() for path in stage.inputs)])).hexdigest()
         if not is_done(stage, folder, key):
             todo.append((stage, key))
     clock = Clock([stage for stage, _ in todo])

