@@ -69,10 +69,10 @@ def costs(passes: dict[int, float], draft_seconds: float, shape: Shape, found: A
     """What the timed parts say of one system: `passes` and `draft_seconds` as `time_parts` gives them."""
     sizes = sorted(passes)
 
-    def v(n: int) -> float:
+    def v(n: float) -> float:
         return float(np.interp(n, sizes, [passes[size] for size in sizes])) / passes[1]
 
-    depth, nodes = depth_of(shape), nodes_of(shape)
+    depth, nodes = depth_of(shape), found.proposed / max(found.rounds, 1)
     step = draft_seconds / depth
     c = step / passes[1]
     chain = isinstance(shape, Chain)

@@ -74,7 +74,7 @@ def figures(report: Report) -> list[Figure]:
     if all(system.costs is not None for system in report.systems):
         lines += [
             Figure("predicted speed-up", "predicted speed-up", _cost(lambda c: f"{c.predicted_speedup:.2f}")),
-            Figure("v(n)", "v(n)", _cost(lambda c: f"{c.v:.2f} (n = {c.nodes + 1})"), lambda run: "1.00"),
+            Figure("v(n)", "v(n)", _cost(lambda c: f"{c.v:.2f} (n = {c.nodes + 1:.3g})"), lambda run: "1.00"),
             Figure("c", "c", _cost(lambda c: f"{c.c:.3f}")),
             Figure("break-even alpha", "break-even alpha", _cost(lambda c: _share(c.break_even_alpha))),
             Figure("best gamma", "best gamma", _cost(lambda c: "–" if c.best_gamma is None else str(c.best_gamma))),

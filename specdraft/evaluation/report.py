@@ -54,8 +54,8 @@ DEFINITIONS: dict[str, str] = {
     "c": "Time of one draft step (one depth of drafting) over the time of a target pass of one token a row.",
     "v(n)": "Time of a target pass of n tokens a row over the time of a pass of one.",
     "predicted speed-up": (
-        "tau / (v(n) + depth * c) from the measured parts, n = 1 + drafted tokens; no time for anything else. "
-        "Compare with the decode speed-up."
+        "tau / (v(n) + depth * c) from the measured parts, n = 1 + the mean number of drafted tokens; no time "
+        "for anything else. Compare with the decode speed-up."
     ),
     "break-even alpha": (
         "The alpha, equal at every depth, at which a chain of this length neither gains nor loses time."
@@ -174,8 +174,8 @@ class Costs(Section):
     """Target pass by number of tokens a row."""
     draft_step_seconds: float
     c: float
-    nodes: int
-    """Tokens a row that this system's pass holds beyond the root."""
+    nodes: float
+    """Tokens a row that this system's pass held beyond the root, on average."""
     v: float
     predicted_speedup: float
     break_even_alpha: float | None
