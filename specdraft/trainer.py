@@ -8,8 +8,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +41,8 @@ log = logging.getLogger(__name__)
 Batch = Mapping[str, Any]
 Look = Callable[[Batch], Evidence]
 """What the target says about a batch: computed, or read from a store."""
+Collate = Callable[[Sequence[dict[str, Tensor]]], dict[str, Any]]
+"""Rows to a batch, as `data.batches.collate` does it."""
 Measure = Callable[[TrainableDrafter], dict[str, float]]
 """Held-out acceptance of a drafter: figures by name, "tau" among them."""
 
@@ -244,14 +245,14 @@ class DrafterTrainer(Trainer):
         arguments: TrainingArguments,
         *,
         look: Look,
+        collate: Collate = collate,
         measure: Measure | None = None,
         bad_steps: int = 5,
-        pad_id: int = 0,
     ) -> None:
         super().__init__(
             drafter,
             arguments,
-            data_collator=partial(collate, pad_id=pad_id),
+            data_collator=collate,
             train_dataset=rows,
             eval_dataset=rows if measure is not None else None,  # asked for; `evaluate` reads prompts of its own
         )
