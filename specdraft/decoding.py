@@ -47,8 +47,8 @@ class Generation:
     ended: bool = False
     """An end token was reached (it is the last of `tokens`), not the length cap."""
     pit: list[float] = field(default_factory=list)
-    """Sampled decoding: for each token, a uniform draw from [P(ids < token), P(ids <= token)] under the target's p,
-    made by a stream of its own. Uniform on [0, 1] if, and for all practical purposes only if, tokens follow p."""
+    """Sampled decoding: for each token, a uniform draw from [P(before token), P(up to token)] under the target's p, its
+    tokens in falling order of probability, made by a stream of its own. Uniform on [0, 1] if tokens follow p."""
 
 
 @dataclass
@@ -91,12 +91,14 @@ def generate(
     max_new_tokens: int,
     batch_size: int = 1,
     seed: int = 0,
+    first_index: int = 0,
     progress: Callable[[int], None] | None = None,
 ) -> Decoding:
     """Decode `prompts` (token ids) in batches, in order. `drafter` None is plain decoding.
 
-    A row's outcome depends on (seed, its index), not on the rows beside it or the batch size. `progress` is called with
-    the number of prompts done since the last call. Raises SpecdraftError for an empty prompt or cap.
+    A row's outcome depends on (seed, first_index + its index), not on the rows beside it or the batch size: whoever
+    decodes in several calls counts on. `progress` is called with the number of prompts done since the last call.
+    Raises SpecdraftError for an empty prompt or cap.
     """
     if max_new_tokens < 1:
         raise SpecdraftError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
@@ -105,7 +107,7 @@ def generate(
     decoding = Decoding([Generation() for _ in prompts])
     for start in range(0, len(prompts), batch_size):
         indices = range(start, min(start + batch_size, len(prompts)))
-        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed)
+        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed, first_index)
         batch.prefill([prompts[index] for index in indices])
         while batch.alive:
             batch.round()
@@ -126,13 +128,14 @@ class _Batch:
         decoding: Decoding,
         indices: Sequence[int],
         seed: int,
+        first_index: int,
     ) -> None:
         self.target, self.drafter, self.warp, self.cap, self.decoding = target, drafter, warp, cap, decoding
         self.session: Session = target.session(drafter.taps if drafter is not None else (), len(indices))
         self.ends = frozenset(target.end_ids)
         self.alive = [decoding.generations[index] for index in indices]
-        self.dice: Dice = SeededDice([_seed(seed, index, 0) for index in indices])
-        self.pit_dice = SeededDice([_seed(seed, index, 1) for index in indices])
+        self.dice: Dice = SeededDice([_seed(seed, first_index + index, 0) for index in indices])
+        self.pit_dice = SeededDice([_seed(seed, first_index + index, 1) for index in indices])
         self.roots = torch.empty(0, dtype=torch.int64)
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
@@ -210,8 +213,10 @@ class _Batch:
 
     def _transform(self, laws: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Record the randomised probability integral transform of tokens [rows, n], of which `counts` were emitted."""
-        below = (laws.double().cumsum(-1) - laws.double()).gather(-1, tokens[..., None])[..., 0]
-        mass = laws.double().gather(-1, tokens[..., None])[..., 0]
+        laws, ids = laws.double(), torch.arange(laws.shape[-1], device=laws.device)
+        mass = laws.gather(-1, tokens[..., None])
+        before = (laws > mass) | ((laws == mass) & (ids < tokens[..., None]))
+        below, mass = torch.where(before, laws, 0).sum(-1), mass[..., 0]
         for row, count in enumerate(counts.tolist()):
             generation = self.alive[row]
             for step in range(min(count, self.cap - len(generation.tokens))):

@@ -203,7 +203,8 @@ def _batch(
         warp=recipe.warp,
         max_new_tokens=cap,
         batch_size=len(batch),
-        seed=(recipe.seed << 32) + start,  # a batch's rows are numbered from 0: no two batches may share a stream
+        seed=recipe.seed,
+        first_index=start,
     )
     taken = RunTime(
         new_tokens=decoding.new_tokens,
