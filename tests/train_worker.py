@@ -74,6 +74,7 @@ def facts(trainer: Trainer, drafter: HeadsDrafter) -> dict[str, Any]:
         found["stage"] = engine.zero_optimization_stage()
         if found["stage"] == 3:
             found["own share"] = sum(p.ds_tensor.numel() for p in drafter.parameters()) / whole
+            found["parameters"] = len(list(drafter.parameters()))
             found["empty"] = sum(p.numel() == 0 for p in drafter.parameters())
         else:
             found["own share"] = sum(p.numel() for p in engine.optimizer.single_partition_of_fp32_groups) / whole
