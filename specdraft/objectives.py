@@ -74,12 +74,13 @@ Pull = tuple[Tensor, Tensor]
 
 
 def forward_kl(laws: Laws) -> Pull:
-    """sum_x p log(p / q): distillation (Hinton et al. 2015, arXiv 1503.02531).
+    """mass * KL(p / mass | q) = sum_x p log(p / q) - mass log(mass): distillation (Hinton et al., arXiv 1503.02531).
 
-    Over the kept ids, with p not renormalised: a position with little mass there pulls little, and the value can lie
-    below 0 (it is bounded by mass * log(mass)). Over the full vocabulary it is the KL divergence.
+    p is not renormalised: the gradient is mass * q - p, so a position with little mass on the kept ids pulls little.
+    The last term is a constant that keeps the value at or above 0; over the full vocabulary it vanishes.
     """
-    return laws.target.negentropy - torch.linalg.vecdot(laws.p, laws.log_q), -laws.p
+    mass = laws.target.mass
+    return laws.target.negentropy - torch.linalg.vecdot(laws.p, laws.log_q) - torch.xlogy(mass, mass), -laws.p
 
 
 def reverse_kl(laws: Laws) -> Pull:

@@ -140,7 +140,8 @@ def evidence_of(
 
 def _collate_stored(store: FeatureStore, rows: Sequence[dict[str, Tensor]]) -> dict[str, Any]:
     batch = store.collate(rows)
-    return {**batch, "stored": Stored(batch.pop("observation"), batch.pop("log_partition"))}
+    batch["stored"] = Stored(batch.pop("observation"), batch.pop("log_partition"))
+    return batch
 
 
 def recall(target: FrozenTarget, batch: Batch) -> Evidence:

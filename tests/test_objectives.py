@@ -14,7 +14,8 @@ def dense(name: str, logits: Tensor, log_p: Tensor) -> Tensor:
     """Each divergence as its docstring says, over the kept ids, for autograd to differentiate."""
     p, q, log_q = log_p.exp(), logits.softmax(-1), logits.log_softmax(-1)
     overlap = torch.minimum(p, q).sum(-1)
-    kl = (p * (log_p - log_q)).sum(-1)
+    mass = p.sum(-1, keepdim=True)
+    kl = (p * (log_p - mass.log() - log_q)).sum(-1)
     m = (p + q) / 2
     share = torch.exp(-3 * overlap.detach())
     return {
@@ -51,7 +52,7 @@ def test_value_and_gradient_are_the_definition_s(name: str, kept: int) -> None:
     torch.testing.assert_close(overlap, torch.minimum(log_p.exp(), logits.softmax(-1)).sum(-1))
 
 
-@pytest.mark.parametrize("name", set(OBJECTIVES) - {"forward_kl", "reverse_kl", "lk_hybrid"})
+@pytest.mark.parametrize("name", sorted(set(OBJECTIVES) - {"reverse_kl"}))
 def test_bounded_divergences_stay_in_bounds_over_a_reduced_vocabulary(name: str) -> None:
     logits, log_p = laws(50, 12, 4)
     loss, _ = divergence(logits, TargetLaw(log_p), {name: 1.0})

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field, field_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -232,7 +232,7 @@ class TrainableDrafter(PreTrainedModel):
         except (OSError, SafetensorError) as error:
             raise SpecdraftError(f"{folder}/model.safetensors cannot be read: {error}") from error
         check_tensors(tensors, drafter.state_dict(), str(folder))
-        drafter.to(next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
+        nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
         drafter.load_state_dict(tensors)
         return drafter.eval()
 
