@@ -83,6 +83,7 @@ class FrozenTarget:
         self.vocab_size: int = self.config.vocab_size
         self.embedding = cast(nn.Embedding, model.get_input_embeddings())
         self._head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
+        self._restriction: tuple[Tensor, Tensor, Tensor | None] | None = None
         self.final_norm = [module for name, module in self.body.named_children() if "norm" in name][-1]
         self.windows = self._attention_windows()
         self.fingerprint = _fingerprint(model)
@@ -145,9 +146,11 @@ class FrozenTarget:
 
     @torch.no_grad()
     def restricted_head(self, hidden: Tensor, ids: Tensor) -> Tensor:
-        """The logits of `ids` alone: [..., H] and int64 [k] to [..., k]."""
-        weight = self._head.weight[ids]
-        bias = None if self._head.bias is None else self._head.bias[ids]
+        """The logits of `ids` alone: [..., H] and int64 [k] to [..., k]. The rows of one `ids` are gathered once."""
+        if self._restriction is None or self._restriction[0] is not ids:
+            bias = None if self._head.bias is None else self._head.bias[ids]
+            self._restriction = ids, self._head.weight[ids], bias
+        _, weight, bias = self._restriction
         return self._finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
 
     @torch.no_grad()

@@ -37,7 +37,9 @@ CONFIGS = {
 FAMILIES = tuple(CONFIGS)
 
 
-def tiny_model(family: str = "llama", attention: str | None = None, seed: int = 0, **changes: object) -> PreTrainedModel:
+def tiny_model(
+    family: str = "llama", attention: str | None = None, seed: int = 0, **changes: object
+) -> PreTrainedModel:
     """A random causal LM with weights large enough that its laws are far from uniform."""
     kind, settings = CONFIGS[family]
     torch.manual_seed(seed)

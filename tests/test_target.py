@@ -74,7 +74,8 @@ def test_a_trees_forward_is_its_paths_before_and_after_commits(family: str, atte
             added = [int(roots[row]), *tree.tokens[row, nodes].tolist()]
             assert kept.tokens[row, : len(added)].tolist() == added
             assert kept.mask[row].tolist() == [place < len(added) for place in range(kept.mask.shape[1])]
-            assert kept.positions[row, : len(added)].tolist() == [len(texts[row]) + place for place in range(len(added))]
+            places = [len(texts[row]) + place for place in range(len(added))]
+            assert kept.positions[row, : len(added)].tolist() == places
             texts[row] += added
         assert session.cache.lengths.tolist() == [len(text) for text in texts]
         roots = new

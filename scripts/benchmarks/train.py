@@ -79,14 +79,14 @@ def load(job: Job, target: FrozenTarget) -> tuple[TokenRows, list[dict[str, torc
 
 
 class Ends(TrainerCallback):
-    """Notes when each step ends."""
+    """Notes when each step ends: wall clock and the process's CPU time."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
+        self.times: list[tuple[float, float]] = []
         self.losses: list[float] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.times.append(time.perf_counter())
+        self.times.append((time.perf_counter(), time.process_time()))
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" in logs:
@@ -133,11 +133,11 @@ def run_economize(job: Job) -> dict[str, Any]:
     model = economize.apply(base, config)
     parameters = sum(parameter.numel() for parameter in model.technique_parameters())
     before = machine.resident()
-    times: list[float] = []
+    times: list[tuple[float, float]] = []
     losses: list[float] = []
 
     def note(record: dict[str, Any]) -> None:
-        times.append(time.perf_counter())
+        times.append((time.perf_counter(), time.process_time()))
         losses.append(record["loss"])
 
     fit(
@@ -170,14 +170,15 @@ RUNS: dict[str, Callable[[Job], dict[str, Any]]] = {
 
 def summary(
     batches: Sequence[dict[str, torch.Tensor]],
-    ends: Sequence[float],
+    ends: Sequence[tuple[float, float]],
     losses: Sequence[float],
     before: int,
     parameters: int,
 ) -> dict[str, Any]:
     timed = batches[1:]
     return {
-        "seconds": ends[-1] - ends[0],
+        "seconds": ends[-1][0] - ends[0][0],
+        "cpu_seconds": ends[-1][1] - ends[0][1],
         "tokens": sum(int(batch["attention_mask"].sum()) for batch in timed),
         "positions": sum(int(law_positions(batch["labels"], 1).sum()) for batch in timed),
         "before_bytes": before,
@@ -246,6 +247,7 @@ def aggregate(runs: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {
         "tokens_per_second": statistics.median(paces),
         "tokens_per_second_range": [min(paces), max(paces)],
+        "tokens_per_cpu_second": statistics.median(run["tokens"] / run["cpu_seconds"] for run in runs),
         "positions_per_second": statistics.median(run["positions"] / run["seconds"] for run in runs),
         "peak_above_models_bytes": statistics.median(run["peak_bytes"] - run["before_bytes"] for run in runs),
         "peak_bytes": statistics.median(run["peak_bytes"] for run in runs),

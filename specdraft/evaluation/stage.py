@@ -16,6 +16,7 @@ from specdraft.drafters.lookup import LookupDrafter
 from specdraft.evaluation import page
 from specdraft.evaluation.measure import EvalRecipe, evaluate
 from specdraft.evaluation.report import Report
+from specdraft.packing import pack_linears
 from specdraft.provenance import FILE_NAME, Provenance
 from specdraft.target import FrozenTarget, TargetRecipe
 
@@ -34,6 +35,7 @@ class TrainedSource(Recipe):
         drafter = load_drafter(self.folder)
         drafter.attach(target)
         nn.Module.to(drafter, target.device)
+        pack_linears(drafter)
         return cast(Drafter, drafter)
 
 

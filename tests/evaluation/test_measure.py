@@ -27,6 +27,7 @@ def recipe(**changes: object) -> EvalRecipe:
         "max_new_tokens": 60,
         "batch_size": 16,
         "bootstrap_samples": 500,
+        "seed": 6,
         **changes,
     }
     return EvalRecipe.model_validate(given)
