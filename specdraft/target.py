@@ -148,8 +148,7 @@ class FrozenTarget:
     def restricted_head(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """The logits of `ids` alone: [..., H] and int64 [k] to [..., k]. The rows of one `ids` are gathered once."""
         if self._restriction is None or self._restriction[0] is not ids:
-            bias = None if self._head.bias is None else self._head.bias[ids]
-            self._restriction = ids, self._head.weight[ids], bias
+            self._restriction = ids, self._head.weight[ids], None if self._head.bias is None else self._head.bias[ids]
         _, weight, bias = self._restriction
         return self._finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
 
