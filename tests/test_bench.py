@@ -1,0 +1,102 @@
+"""scripts/bench on tiny models: both benchmarks run to the end, compare equal work, and say what they measured."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models import tiny_model
+from tiny_chat import chat_tokenizer
+
+BENCHMARKS = Path(__file__).parent.parent / "scripts" / "benchmarks"
+
+
+@pytest.fixture
+def target(tmp_path: Path) -> Path:
+    tokenizer = chat_tokenizer()
+    folder = tmp_path / "target"
+    tiny_model(vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def answers(tmp_path: Path) -> Path:
+    path = tmp_path / "answers.jsonl"
+    turns = [
+        [
+            {"role": "user", "content": "what is the capital of France?"},
+            {"role": "assistant", "content": "Paris is the capital. " * (1 + row % 3)},
+        ]
+        for row in range(6)
+    ]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns), encoding="utf-8")
+    return path
+
+
+def bench(verb: str, *words: object) -> tuple[str, dict[str, Any]]:
+    """What it printed, and the JSON object on the last line."""
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / f"{verb}.py"), *map(str, words)],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout, json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.slow
+def test_training_does_equal_work_on_both_sides(target: Path, answers: Path) -> None:
+    if importlib.util.find_spec("economize") is None:
+        pytest.skip("economize is not installed; scripts/bench installs it")
+    words = ("--target", target, "--answers", answers, "--steps", 1, "--repeats", 1, "--rows", 3, "--only-equal")
+    shown, result = bench("train", *words)
+    (ours,), (theirs,) = result["runs"].values()
+    for name in ("tokens", "positions", "parameters"):
+        assert ours[name] == theirs[name] > 0, name
+    assert ours["peak_bytes"] > ours["before_bytes"] > 0
+    assert result["speed_ratio"] == pytest.approx(
+        ours["tokens"] / ours["seconds"] / (theirs["tokens"] / theirs["seconds"])
+    )
+    assert "peak above the models" in shown
+
+
+@pytest.mark.slow
+def test_a_run_as_used_reads_stored_features_and_drafts_fewer_ids(target: Path, answers: Path, tmp_path: Path) -> None:
+    job = {"target": str(target), "answers": str(answers), "dtype": "float32", "steps": 1, "rows": 3}
+    job |= {"max_length": 256, "unroll": 2, "supervised": "answers", "vocabulary": 64, "store": str(tmp_path / "store")}
+    _, captured = bench("train", "--job", json.dumps(job | {"system": "capture"}))
+    assert captured["rows"] == 6
+    _, run = bench("train", "--job", json.dumps(job | {"system": "specdraft"}))
+    assert 0 < run["positions"] < run["tokens"]
+    assert run["last_loss"] > 0
+
+
+@pytest.mark.slow
+def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path) -> None:
+    words = ("--target", target, "--prompts", answers, "--limit", 2, "--layers", 2, "--repeats", 1)
+    shown, result = bench("decode", *words, "--max-new-tokens", 8)
+    assert len(result["systems"]) == 6
+    assert {row["tokens"] for row in result["systems"].values()} == {16}
+    assert not any(row["different_outputs"] for row in result["systems"].values())
+    shares = result["systems"]["specdraft, draft LM"]["shares"]
+    assert shares["target"] + shares["drafter"] + shares["neither"] == pytest.approx(1)
+    assert 0 < shares["outside_model_calls"] < 1
+    assert "over plain" in shown
+
+
+def test_a_draft_has_fewer_layers_than_its_target(target: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "decode.py"), "--target", str(target), "--layers", "4"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "a draft of 4 layers: allowed are 1 to 3" in done.stderr
