@@ -104,11 +104,11 @@ def test_e01_e24_e25_greedy_is_plain_decoding_is_transformers_generate(family: s
 def test_e24_e25_a_row_is_what_it_is_alone_rounds_included(name: str) -> None:
     target = FrozenTarget(tiny_model())
     drafter, rows = DRAFTERS[name](target, "llama"), prompts((3, 11, 7, 5, 13, 2, 8, 4))
-    plain = ids(decode(target, None, rows, batch_size=8, max_new_tokens=8))
-    alone = decode(target, drafter, rows, max_new_tokens=8)
+    plain = ids(decode(target, None, rows, batch_size=8, max_new_tokens=6))
+    alone = decode(target, drafter, rows, max_new_tokens=6)
     assert ids(alone) == plain
     for size in (3, 8):
-        run = decode(target, drafter, rows, batch_size=size, max_new_tokens=8)
+        run = decode(target, drafter, rows, batch_size=size, max_new_tokens=6)
         assert ids(run) == plain
         assert [g.rounds for g in run.generations] == [g.rounds for g in alone.generations]
 
@@ -243,7 +243,7 @@ def test_a_markov_target_and_draft_lm_give_the_analytic_alpha_and_tau() -> None:
     p, q, gamma = markov_law(1), markov_law(2), 3
     target = markov_target(p, torch.float64)
     drafter = shaped(LMDrafter(markov_target(q, torch.float64), target), Chain(gamma))
-    run = decode(target, drafter, [[i % 8] for i in range(64)], warp=Warp(1.0), max_new_tokens=64, batch_size=64)
+    run = decode(target, drafter, [[i % 8] for i in range(40)], warp=Warp(1.0), max_new_tokens=48, batch_size=40)
     overlap = torch.minimum(p, q).sum(-1)
     turns = []
     for generation in run.generations:
@@ -270,7 +270,7 @@ def distance(run: Decoding) -> tuple[float, int]:
 
 def typical(tree: DraftTree, p: Tensor, dice: Dice) -> Verdict:
     """E-34's rule, not lossless: a drafted token stands where its probability is high enough."""
-    likely = p[:, :-1].gather(-1, tree.tokens[..., None])[..., 0] > 0.15
+    likely = p[:, :-1].gather(-1, tree.tokens[..., None])[..., 0] > 0.05
     count = likely.int().cumprod(1).sum(1)
     path = torch.where(torch.arange(tree.nodes) < count[:, None], torch.arange(tree.nodes), -1)
     rows = torch.arange(tree.batch)
