@@ -23,12 +23,12 @@ from typing import IO, Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = Path(".cache/smollm2-135m-instruct")
 VERBS = {  # config, output, expected seconds on two slow cores: the first estimates of the time left
-    "respond": ("respond-smollm2-135m.yaml", "answers.jsonl", 330),
-    "capture": ("capture-smollm2-135m.yaml", "store", 70),
-    "train": ("eagle3-smollm2-135m.yaml", "head", 800),
-    "eval": ("eval-smollm2-135m.yaml", "report", 240),
+    "respond": ("respond-smollm2-135m.yaml", "answers.jsonl", 270),
+    "capture": ("capture-smollm2-135m.yaml", "store", 140),
+    "train": ("eagle3-smollm2-135m.yaml", "head", 620),
+    "eval": ("eval-smollm2-135m.yaml", "report", 360),
 }
-QUICK = {"respond": 45, "capture": 10, "train": 110, "eval": 60}
+QUICK = {"respond": 70, "capture": 20, "train": 60, "eval": 150}
 COUNT = re.compile(rb"(\d+)(?:/| of )(\d+)")
 PERCENT = re.compile(rb"(\d+)%()")
 LIVE_BARS = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": "100"}  # rich draws bars into a pipe as well
