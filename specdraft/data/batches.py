@@ -25,9 +25,9 @@ from transformers import PreTrainedTokenizerBase
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.chat import ChatFormat
 from specdraft.data.conversations import Conversation, Faults, RowError, read_conversations, sources_digest
+from specdraft.reduction import IGNORED
 
 log = logging.getLogger(__name__)
-IGNORED = -100
 _LAYOUT = 1  # of the cache file and of what decides its content; raise it when either changes
 _MOST_POOLED = 32  # global batches that are sorted by length together, in an epoch of enough of them
 
