@@ -1,4 +1,4 @@
-"""The demo's stages, in turn: target, respond, capture, train, eval. Started by scripts/demo in its environment.
+"""The demo's stages, in turn: target, respond, sample, capture, train, eval. Started by scripts/demo.
 
 Each stage is a `specdraft` command with a file of configs/, and with --quick also the layer of the same name in
 configs/quick/. A stage that is done leaves a stamp and is skipped; one that was interrupted is started again and goes
@@ -22,15 +22,16 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = Path(".cache/smollm2-135m-instruct")
-VERBS = {  # config, output, expected seconds on two slow cores: the first estimates of the time left
-    "respond": ("respond-smollm2-135m.yaml", "answers.jsonl", 270),
-    "capture": ("capture-smollm2-135m.yaml", "store", 140),
-    "train": ("eagle3-smollm2-135m.yaml", "head", 620),
-    "eval": ("eval-smollm2-135m.yaml", "report", 360),
+WORK = {  # verb, config, output, expected seconds on two cores: the first estimates of the time left
+    "respond": ("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 150),
+    "sample": ("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 150),
+    "capture": ("capture", "capture-smollm2-135m.yaml", "store", 70),
+    "train": ("train", "eagle3-smollm2-135m.yaml", "head", 430),
+    "eval": ("eval", "eval-smollm2-135m.yaml", "report", 120),
 }
-QUICK = {"respond": 70, "capture": 20, "train": 60, "eval": 150}
+QUICK = {"respond": 25, "capture": 15, "train": 25, "eval": 45}
 COUNT = re.compile(rb"(\d+)(?:/| of )(\d+)")
-PERCENT = re.compile(rb"(\d+)%()")
+PERCENT = re.compile(rb"(?<![\d.])(\d+)%()(?:\x1b\[[\d;]*m)* *(?:\||[\d-]+:)")  # of a bar, not of a log line
 LIVE_BARS = {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1", "COLUMNS": "100"}  # rich draws bars into a pipe as well
 OTHER_BARS = re.compile(rb"^\s*(Loading|Writing|Converting)")
 
@@ -47,12 +48,14 @@ def stages(folder: Path, quick: bool) -> list[Stage]:
     made = []
     if not CHECKPOINT.exists():  # it appears only when it is complete
         made = [Stage("target", [sys.executable, "scripts/smollm2.py", str(CHECKPOINT)], [], CHECKPOINT, 60)]
-    for verb, (config, output, seconds) in VERBS.items():
+    for name, (verb, config, output, seconds) in WORK.items():
+        if quick and name not in QUICK:
+            continue
         files = [Path("configs") / config, Path("configs/quick") / config][: 1 + quick]
         options = [word for file in files for word in ("--config", str(file))]
         prompts = Path("prompts/held_out.jsonl" if verb == "eval" else "prompts/train.jsonl")
         command = [sys.executable, "-m", "specdraft.cli", verb, *options]
-        made.append(Stage(verb, command, [*files, prompts], folder / output, QUICK[verb] if quick else seconds))
+        made.append(Stage(name, command, [*files, prompts], folder / output, QUICK[name] if quick else seconds))
     return made
 
 

@@ -14,10 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from specdraft.causal import Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice, SeededDice
 from specdraft.drafters.base import Drafter
-from specdraft.target import FrozenTarget, Session
+from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict, verify
 from specdraft.warping import Warp
@@ -150,7 +151,7 @@ class _Batch:
                 self.roots = self.dice.draw(law, range(len(prompts)))
                 self._transform(law[:, None], self.roots[:, None], torch.ones_like(self.roots))
         with self.decoding.timed("drafter_seconds", self.target.device):
-            self.memory = None if self.drafter is None else self.drafter.begin(seen, self.roots)
+            self.memory = None if self.drafter is None else self.drafter.begin(seen, self.roots, self.session)
         for row, token in enumerate(self.roots.tolist()):
             self._emit(self.alive[row], [token])
         self._drop_ended()

@@ -1,25 +1,21 @@
-"""The frozen target: what a drafter may know of it, and the verification pass over a tree.
+"""The frozen target: what a drafter may know of it.
 
-`FrozenTarget.observe` is the training side (features without logits), `FrozenTarget.head` turns features into logits
-where they are wanted, and `Session` is the decoding side: it owns the target's keys and values, scores a whole tree in
-one forward pass, and keeps what was accepted, row by row.
+`FrozenTarget.observe` is the training side (features without logits), `head` turns features into logits where they are
+wanted, and `session` is the decoding side, see `causal`.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from specdraft.causal import CausalLM
 from specdraft.config import Recipe, SpecdraftError
-from specdraft.kvcache import RowCache
 from specdraft.packing import PackedLinear, pack_linears
-from specdraft.tree import DraftTree
-from specdraft.verify import Verdict
 
 
 class TargetRecipe(Recipe):
@@ -37,21 +33,6 @@ class TargetRecipe(Recipe):
     """Run model code that the checkpoint brings. Off unless you trust its author."""
 
 
-class Observation(NamedTuple):
-    """What the target computed at some tokens, rows padded on the right."""
-
-    tokens: Tensor
-    """int64 [batch, time]"""
-    mask: Tensor
-    """bool [batch, time]: False for padding"""
-    positions: Tensor
-    """int64 [batch, time]: place in the row, the prompt's first token at 0"""
-    hidden: Tensor
-    """[batch, time, H]: the last hidden state, after the final norm"""
-    taps: Tensor
-    """[batch, time, len(taps) * H]: the outputs of the tapped layers, side by side in the order asked for"""
-
-
 def _cpu_has_bfloat16() -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
@@ -62,32 +43,15 @@ def _resolve_dtype(recipe: TargetRecipe, device: torch.device) -> torch.dtype | 
     return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else "auto"
 
 
-class FrozenTarget:
-    """A transformers causal LM in eval mode, without gradients.
-
-    Raises SpecdraftError at construction if the architecture cannot be handled (no plain stack of decoder layers,
-    recurrent or chunked layers, an attention that takes no mask, logits that are not a function of the last hidden
-    state), found by comparing with the model's own logits and a tree's forward with those of its paths.
-    """
+class FrozenTarget(CausalLM):
+    """A transformers causal LM in eval mode, without gradients. Raises SpecdraftError for what it cannot handle."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any = None, name: str = "in-memory") -> None:
-        self.model = model.eval().requires_grad_(False)
-        self.tokenizer = tokenizer
-        self.name = name
-        self.config = model.config.get_text_config()
-        self._settings = self.config.to_dict()
-        self.body = model.base_model
-        self.layers = self._find_layers()
-        self.num_layers = len(self.layers)
-        self.hidden_size: int = self.config.hidden_size
-        self.vocab_size: int = self.config.vocab_size
-        self.embedding = cast(nn.Embedding, model.get_input_embeddings())
-        self._head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
-        self._restriction: tuple[Tensor, Tensor, Tensor | None] | None = None
+        super().__init__(model.eval().requires_grad_(False), tokenizer, name)
         self.final_norm = [module for name, module in self.body.named_children() if "norm" in name][-1]
-        self.windows = self._attention_windows()
         self.fingerprint = _fingerprint(model)
-        self._check()
+        self._restriction: tuple[Tensor, Tensor, Tensor | None] | None = None
+        self._output_head: nn.Module | None = None
         if self.device.type == "cpu" and self.dtype == torch.float32:
             pack_linears(self.model)
             self._head = cast(PackedLinear, model.get_output_embeddings())
@@ -114,36 +78,6 @@ class FrozenTarget:
             nn.Module.to(model, device)
         return cls(model, tokenizer, recipe.name)
 
-    @property
-    def device(self) -> torch.device:
-        return self.embedding.weight.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.embedding.weight.dtype
-
-    @property
-    def end_ids(self) -> tuple[int, ...]:
-        """The token ids at which the target stops: those of its generation config, else of its config."""
-        generation = self.model.generation_config
-        found = generation.eos_token_id if generation is not None else None
-        found = self.config.eos_token_id if found is None else found
-        return () if found is None else (found,) if isinstance(found, int) else tuple(found)
-
-    @torch.no_grad()
-    def observe(self, tokens: Tensor, mask: Tensor, taps: tuple[int, ...]) -> Observation:
-        """Read whole rows: int64 [batch, time] and bool [batch, time], padded on the right; no logits are computed."""
-        tokens, mask = tokens.to(self.device), mask.to(self.device)
-        with self.tapped(taps) as caught:
-            hidden = self.body(input_ids=tokens, use_cache=False).last_hidden_state
-        positions = torch.arange(tokens.shape[1], device=self.device).expand_as(tokens)
-        return Observation(tokens, mask, positions, hidden, _side_by_side(caught, hidden))
-
-    @torch.no_grad()
-    def head(self, hidden: Tensor) -> Tensor:
-        """Last hidden states [..., H] to the model's logits [..., V], its scaling and soft-capping included."""
-        return self._finish(self._head(hidden.to(self._head.weight.device, self.dtype)))
-
     @torch.no_grad()
     def restricted_head(self, hidden: Tensor, ids: Tensor) -> Tensor:
         """The logits of `ids` alone: [..., H] and int64 [k] to [..., k]. The rows of one `ids` are gathered once."""
@@ -151,6 +85,19 @@ class FrozenTarget:
             self._restriction = ids, self._head.weight[ids], None if self._head.bias is None else self._head.bias[ids]
         _, weight, bias = self._restriction
         return self._finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
+
+    def output_head(self) -> nn.Module:
+        """`head` as a frozen module that gradients pass through, for drafters that speak through it. It shares the
+        target's weight; a plain nn.Linear where the logits are neither scaled nor capped."""
+        if self._output_head is None:
+            linear = nn.Linear(self.hidden_size, self.vocab_size, bias=self._head.bias is not None, device="meta")
+            linear.weight = nn.Parameter(self._head.weight.detach(), requires_grad=False)
+            if self._head.bias is not None:
+                linear.bias = nn.Parameter(self._head.bias.detach(), requires_grad=False)
+            probe = torch.ones(1)
+            plain = torch.equal(self._finish(probe), probe)
+            self._output_head = linear if plain else _FinishedHead(linear, self._finish)
+        return self._output_head
 
     @torch.no_grad()
     def gain(self, norm: nn.Module) -> Tensor:
@@ -163,118 +110,14 @@ class FrozenTarget:
         """The output weights of `ids`, a copy [len(ids), H]: what a drafter's own head starts from."""
         return self._head.weight[ids].clone()
 
-    def session(self, taps: tuple[int, ...], batch: int) -> "Session":
-        return Session(self, taps, batch)
 
-    @contextmanager
-    def tapped(self, taps: tuple[int, ...]) -> Iterator[list[Tensor]]:
-        """Catch the tapped layers' outputs, in the order of `taps`, of the forward pass made inside."""
-        for tap in taps:
-            if not 0 <= tap <= self.num_layers:
-                raise SpecdraftError(f"tap {tap} is not a layer of {self.name}: allowed are 0 to {self.num_layers}")
-        caught: dict[int, Tensor] = {}
+class _FinishedHead(nn.Module):
+    def __init__(self, linear: nn.Linear, finish: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.finish = linear, finish
 
-        def catch_output(tap: int) -> Callable[[nn.Module, tuple, Any], None]:
-            def hook(_module: nn.Module, _args: tuple, output: Any) -> None:
-                caught[tap] = output if isinstance(output, Tensor) else output[0]
-
-            return hook
-
-        def catch_input(_module: nn.Module, args: tuple, kwargs: dict) -> None:
-            caught[0] = args[0] if args else kwargs["hidden_states"]
-
-        handles = [self.layers[tap - 1].register_forward_hook(catch_output(tap)) for tap in set(taps) if tap > 0]
-        if 0 in taps:
-            handles.append(self.layers[0].register_forward_pre_hook(catch_input, with_kwargs=True))
-        ordered: list[Tensor] = []
-        try:
-            yield ordered
-            ordered.extend(caught[tap] for tap in taps)
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _finish(self, logits: Tensor) -> Tensor:
-        """Logit scaling (Cohere multiplies, Granite divides) and soft-capping (Gemma), as the config says."""
-        if (scale := self._settings.get("logit_scale")) is not None:
-            logits = logits * scale
-        if (scaling := self._settings.get("logits_scaling")) is not None:
-            logits = logits / scaling
-        if (cap := self._settings.get("final_logit_softcapping")) is not None:
-            logits = torch.tanh(logits / cap) * cap
-        return logits
-
-    def _find_layers(self) -> nn.ModuleList:
-        stacks = [
-            module
-            for module in self.body.children()
-            if isinstance(module, nn.ModuleList) and len(module) == self.config.num_hidden_layers
-        ]
-        if len(stacks) != 1 or self.model.get_output_embeddings() is None:
-            raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}) cannot be a target: specdraft handles a decoder-only "
-                f"causal LM with one stack of {self.config.num_hidden_layers} layers and an output head"
-            )
-        return stacks[0]
-
-    def _attention_windows(self) -> dict[str, int | None] | int | None:
-        """Sliding windows by layer type where the model takes a mask for each type; else the one window, or None."""
-        window = self._settings.get("sliding_window")
-        kinds = self._settings.get("layer_types")
-        if kinds is None:
-            return window
-        if unknown := set(kinds) - {"full_attention", "sliding_attention"}:
-            raise SpecdraftError(
-                f"{self.name} has layers of type {', '.join(sorted(unknown))}, whose state cannot be rolled back after "
-                "a rejected draft; handled are full_attention and sliding_attention"
-            )
-        return {"full_attention": None, "sliding_attention": window}
-
-    def _check(self) -> None:
-        """Raise unless, on a probe, `head` gives the model's logits and a tree's forward is that of its paths."""
-        seed = torch.Generator().manual_seed(0)
-        probe = torch.randint(0, self.vocab_size, (2, 12), generator=seed).to(self.device)
-        everything = torch.ones_like(probe, dtype=torch.bool)
-        with torch.no_grad():
-            want = self.model(input_ids=probe, use_cache=False).logits.float()
-        got = self.head(self.observe(probe, everything, ()).hidden).float()
-        tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * want.abs().max().item()
-        if not torch.allclose(got, want, rtol=0, atol=tolerance):
-            raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}): its logits are not its output head over the last hidden "
-                f"state (they differ by {(got - want).abs().max():.2e}); such a model cannot be a target"
-            )
-        prompt = everything.clone()
-        prompt[:, 8:], prompt[1, 6:] = False, False
-        lengths = prompt.sum(1)
-        rows = torch.arange(2, device=self.device)
-        path = torch.stack([probe[rows, lengths + step] for step in range(3)], 1)
-        # root -> a wrong guess (node 0) beside the right one (node 1), and node 2 below node 1
-        tokens = torch.stack([(path[:, 1] + 1) % self.vocab_size, path[:, 1], path[:, 2]], 1)
-        parents = torch.tensor([[-1, -1, 1]], device=self.device).expand(2, -1)
-        tree = DraftTree.chosen(tokens, parents, torch.ones_like(tokens, dtype=torch.bool))
-        try:
-            session = self.session((), 2)
-            session.read(probe[:, :8], prompt[:, :8])
-            seen = session.extend(path[:, 0], tree)
-        except Exception as error:  # whatever a strange architecture raises, it is the reason
-            raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}) cannot be a target: it does not take a cache of its keys "
-                f"and values and a tree's attention mask ({error!r})"
-            ) from error
-        got = self.head(seen.hidden[:, [0, 2, 3]]).float()
-        want = torch.stack([want[rows, lengths + step] for step in range(3)], 1)
-        if not torch.allclose(got, want, rtol=0, atol=tolerance):
-            raise SpecdraftError(
-                f"{self.name} ({type(self.model).__name__}, attention {self.config._attn_implementation}): a tree's "
-                f"forward pass differs from its paths' by {(got - want).abs().max():.2e}; it cannot be verified"
-            )
-
-
-def _side_by_side(caught: Sequence[Tensor], hidden: Tensor) -> Tensor:
-    if not caught:
-        return hidden.new_empty(*hidden.shape[:-1], 0)
-    return torch.cat([tap.to(hidden.device) for tap in caught], -1)
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.finish(self.linear(hidden.to(self.linear.weight.dtype)))
 
 
 def _fingerprint(model: PreTrainedModel) -> str:
@@ -286,92 +129,3 @@ def _fingerprint(model: PreTrainedModel) -> str:
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(sample.numpy().tobytes())
     return digest.hexdigest()[:16]
-
-
-class Session:
-    """The target's reading of a batch of rows, each of a length of its own, with its keys and values."""
-
-    def __init__(self, target: FrozenTarget, taps: tuple[int, ...], batch: int) -> None:
-        self.target = target
-        self.taps = taps
-        self.cache = RowCache(batch, target.device)
-        self._extended: Observation | None = None
-        self._scratch = self.cache.lengths.new_empty(batch, 0)  # positions of what was grown and not committed
-
-    @torch.no_grad()
-    def read(self, tokens: Tensor, mask: Tensor) -> Observation:
-        """Read and commit tokens, int64 and bool [batch, time], padded on the right: the prompts, first of all."""
-        tokens, mask = tokens.to(self.target.device), mask.to(self.target.device)
-        time = torch.arange(tokens.shape[1], device=tokens.device)
-        causal = (time[:, None] >= time).expand(len(tokens), -1, -1)
-        seen = self.grow(tokens, time.expand_as(tokens), causal)._replace(mask=mask)
-        self.cache.commit(time.expand_as(tokens), mask.sum(1))
-        self._scratch = self._scratch[:, :0]
-        return seen
-
-    @torch.no_grad()
-    def grow(self, tokens: Tensor, depths: Tensor, attends: Tensor) -> Observation:
-        """One forward pass over new scratch tokens, int64 [batch, new].
-
-        `depths` int64 [batch, new]: how far behind the committed tokens each stands, from 0; `attends` bool
-        [batch, new, scratch]: which scratch tokens, older ones first, then the new ones, each sees, itself included.
-        """
-        target, windows, cache = self.target, self.target.windows, self.cache
-        positions = cache.lengths[:, None] + depths
-        self._scratch = torch.cat([self._scratch, positions], 1)
-        masks: Any = None  # a first reading is plainly causal, and the model's own causal path is the quickest
-        if cache.width > 0:
-            if isinstance(windows, dict):
-                masks = {kind: self._mask(positions, attends, window) for kind, window in windows.items()}
-            else:
-                masks = self._mask(positions, attends, windows)
-        with target.tapped(self.taps) as caught:
-            hidden = target.body(
-                input_ids=tokens, attention_mask=masks, position_ids=positions, cache=cache, use_cache=True
-            ).last_hidden_state
-        everything = torch.ones_like(tokens, dtype=torch.bool)
-        return Observation(tokens, everything, positions, hidden, _side_by_side(caught, hidden))
-
-    def _mask(self, positions: Tensor, attends: Tensor, window: int | None) -> Tensor:
-        if window is not None:
-            attends = attends & (positions[:, :, None] - self._scratch[:, None, :] < window)
-        return self.cache.mask(positions, attends, self.target.dtype, window)
-
-    def extend(self, roots: Tensor, tree: DraftTree) -> Observation:
-        """One forward pass over each row's root and the tree below it.
-
-        `roots` int64 [batch]. Returns [batch, 1 + nodes]: index 0 is the root, index 1 + i is node i.
-        """
-        tokens = torch.cat([roots[:, None], tree.tokens], 1)
-        depths = torch.cat([torch.zeros_like(roots)[:, None], tree.depths], 1)
-        present = torch.cat([torch.ones_like(roots, dtype=torch.bool)[:, None], tree.present], 1)
-        self._extended = self.grow(tokens, depths, tree.attends())._replace(mask=present)
-        return self._extended
-
-    @torch.no_grad()
-    def commit(self, verdict: Verdict) -> Observation:
-        """Keep the root and the accepted nodes of each row, drop the others.
-
-        Returns what was kept, [batch, 1 + most accepted], padded on the right.
-        """
-        assert self._extended is not None, "commit follows extend"
-        extended, self._extended = self._extended, None
-        most = int(verdict.accepted.max())
-        mask = torch.arange(most + 1, device=verdict.accepted.device) <= verdict.accepted[:, None]
-        kept = torch.cat([torch.zeros_like(verdict.accepted)[:, None], verdict.path[:, :most] + 1], 1)
-        kept = torch.where(mask, kept, 0)
-        self.cache.commit(kept, verdict.accepted + 1)
-        self._scratch = self._scratch[:, :0]
-        rows = torch.arange(len(kept), device=kept.device)[:, None]
-        tokens, positions = extended.tokens[rows, kept], extended.positions[rows, kept]
-        return Observation(tokens, mask, positions, extended.hidden[rows, kept], extended.taps[rows, kept])
-
-    def discard(self) -> None:
-        """Forget what was grown and not committed."""
-        self.cache.discard()
-        self._scratch = self._scratch[:, :0]
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Go on with `rows` alone, in that order; what was grown and not committed is forgotten."""
-        self.cache.keep(rows)
-        self._scratch = self._scratch[: len(rows), :0]

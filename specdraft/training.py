@@ -13,16 +13,15 @@ from torch import Tensor
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from specdraft.causal import Observation
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import DataRecipe, TokenRows, collate, load_rows
 from specdraft.data.store import FeatureStore
-from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Drafter, Evidence, ObjectiveRecipe, TrainableDrafter
-from specdraft.drafters.eagle import EagleDrafter, EagleRecipe
-from specdraft.drafters.vocabulary import choose_vocabulary, coverage
+from specdraft.drafters import DRAFTERS, AnyRecipe, load_drafter
+from specdraft.drafters.base import Drafter, DrafterRecipe, Evidence, ObjectiveRecipe, TrainableDrafter
 from specdraft.evaluation import EvalRecipe, evaluate
 from specdraft.provenance import FILE_NAME, Provenance
-from specdraft.target import FrozenTarget, Observation, TargetRecipe
+from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.trainer import BEST, FINAL, Batch, Collate, DrafterTrainer, Look, TrainingSettings, observe
 
 log = logging.getLogger(__name__)
@@ -36,7 +35,7 @@ class TrainRecipe(Recipe):
     """The model that is to answer faster."""
     data: DataRecipe
     """Its own answers."""
-    drafter: EagleRecipe
+    drafter: AnyRecipe
     """What is trained."""
     objective: ObjectiveRecipe = ObjectiveRecipe()
     """What is minimised."""
@@ -105,19 +104,14 @@ def train(recipe: TrainRecipe) -> dict[str, Any]:
     }
 
 
-def build(recipe: EagleRecipe, target: FrozenTarget, rows: TokenRows) -> TrainableDrafter:
+def build(recipe: DrafterRecipe, target: FrozenTarget, rows: TokenRows) -> TrainableDrafter:
     """The drafter that training starts from, attached to the target. A checkpoint keeps its own draft vocabulary."""
     if recipe.checkpoint is not None:
         drafter = load_drafter(recipe.checkpoint)
         drafter.attach(target)
         torch.nn.Module.to(drafter, target.device)
         return drafter
-    kept_ids = None
-    if recipe.vocabulary is not None:
-        counts = rows.token_counts(target.vocab_size)
-        kept_ids = choose_vocabulary(counts, recipe.vocabulary, target.end_ids)
-        log.info("draft vocabulary: %s", coverage(counts, kept_ids))
-    return EagleDrafter.for_target(target, recipe, kept_ids)
+    return DRAFTERS[recipe.kind].for_target(target, recipe, rows.token_counts(target.vocab_size))
 
 
 @dataclass(frozen=True)
@@ -132,7 +126,7 @@ def evidence_of(
     recipe: DataRecipe, target: FrozenTarget, drafter: TrainableDrafter, rows: TokenRows
 ) -> tuple[Look, Collate]:
     """Where a batch's evidence comes from: the target itself, or the store that `capture` wrote."""
-    taps = cast(Drafter, drafter).taps
+    taps = drafter.taps
     if recipe.store is None:
         return partial(observe, target, taps), collate
     return partial(recall, target), partial(_collate_stored, FeatureStore(recipe.store, target, taps, rows))

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import PreTrainedConfig
 
+from specdraft.causal import Observation
 from specdraft.data.batches import RowsReport, TokenRows
 from specdraft.drafters.base import TrainableDrafter
+from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
 from specdraft.objectives import Prediction
-from specdraft.target import FrozenTarget, Observation
+from specdraft.target import FrozenTarget
 
 
 class HeadsConfig(PreTrainedConfig):
@@ -61,6 +63,14 @@ def heads_drafter(target: FrozenTarget, **changes: object) -> HeadsDrafter:
     drafter = HeadsDrafter(HeadsConfig(width=target.hidden_size, vocab_size=target.vocab_size, **changes))
     drafter.attach(target)
     return drafter
+
+
+def eagle3(target: FrozenTarget, kept: Tensor | None = None, **recipe: Any) -> Eagle3Drafter:
+    """An EAGLE-3 head as it starts; `kept`: the ids of its reduced vocabulary."""
+    counts = torch.zeros(target.vocab_size, dtype=torch.int64)
+    if kept is not None:
+        counts[kept], recipe["vocabulary"] = 1, len(kept)
+    return Eagle3Drafter.for_target(target, Eagle3Recipe(**recipe), counts)
 
 
 def tiny_target() -> FrozenTarget:

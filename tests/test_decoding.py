@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import eagle3
 from enumeration import EXACT, ScriptedDice, law, outcomes
 from evaluation.markov import known_answer, markov_target
 from evaluation.markov import law as markov_law
@@ -18,7 +19,7 @@ from specdraft.config import SpecdraftError
 from specdraft.decoding import Decoding, Generation, _Batch, generate
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
-from specdraft.drafters.eagle import EagleDrafter, EagleRecipe
+from specdraft.drafters.eagle import Eagle3Drafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.target import FrozenTarget
@@ -46,8 +47,8 @@ def own(target: FrozenTarget) -> LMDrafter:
     return LMDrafter(target, target)
 
 
-def eagle(target: FrozenTarget, kept: Tensor | None = None) -> EagleDrafter:
-    return EagleDrafter.for_target(target, EagleRecipe(), kept).to(dtype=target.dtype).eval()
+def eagle(target: FrozenTarget, kept: Tensor | None = None) -> Eagle3Drafter:
+    return eagle3(target, kept).to(dtype=target.dtype).eval()
 
 
 DRAFTERS: dict[str, Callable[[FrozenTarget, str], Drafter]] = {

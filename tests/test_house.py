@@ -23,12 +23,12 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from those left of it; a folder is one place in the line.
 ORDER = (
-    "config provenance theory warping dice tree verify objectives reduction attention packing kvcache target data "
-    "drafters formats decoding evaluation trainer training quantize publish cli"
+    "config provenance theory warping dice tree verify objectives reduction attention packing kvcache causal target "
+    "data drafters formats decoding evaluation trainer training quantize publish cli"
 ).split()
 PURE = "theory warping dice tree verify objectives reduction attention".split()
 IMPURE = {"pathlib", "os", "io", "json", "yaml", "omegaconf", "pydantic", "datasets", "accelerate", "safetensors"}
-SHARED_BY_DRAFTERS = {"base", "blocks", "vocabulary"}
+SHARED_BY_DRAFTERS = {"base", "blocks", "proposals", "recurrence", "vocabulary"}
 
 
 @functools.cache

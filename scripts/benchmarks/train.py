@@ -25,7 +25,7 @@ from transformers import TrainerCallback
 from specdraft.config import SpecdraftError
 from specdraft.data.batches import DataRecipe, TokenRows, batch_order, collate, load_rows
 from specdraft.data.store import CaptureRecipe, capture
-from specdraft.drafters.eagle import EagleDrafter, EagleRecipe
+from specdraft.drafters.eagle import Eagle3Recipe, default_taps
 from specdraft.reduction import law_positions
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.trainer import DrafterTrainer, TrainingSettings
@@ -63,8 +63,8 @@ class Job:
         return TargetRecipe(name=self.target, dtype=self.dtype, device="cpu")
 
     @property
-    def eagle(self) -> EagleRecipe:
-        return EagleRecipe(vocabulary=self.vocabulary, unroll=self.unroll)
+    def eagle(self) -> Eagle3Recipe:
+        return Eagle3Recipe(vocabulary=self.vocabulary, unroll=self.unroll)
 
 
 def load(job: Job, target: FrozenTarget) -> tuple[TokenRows, list[dict[str, torch.Tensor]]]:
@@ -125,7 +125,7 @@ def run_economize(job: Job) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM
 
     ours = FrozenTarget.load(job.target_recipe)
-    taps = EagleDrafter.for_target(ours, job.eagle, None).taps
+    taps = default_taps(ours.num_layers)
     _, batches = load(job, ours)
     del ours
     base = AutoModelForCausalLM.from_pretrained(job.target, dtype=getattr(torch, job.dtype))
@@ -156,7 +156,7 @@ def run_economize(job: Job) -> dict[str, Any]:
 def run_capture(job: Job) -> dict[str, Any]:
     assert job.store is not None
     target = FrozenTarget.load(job.target_recipe)
-    taps = EagleDrafter.for_target(target, job.eagle, None).taps
+    taps = default_taps(target.num_layers)
     recipe = CaptureRecipe(target=job.target_recipe, data=replace(job, store=None).data, taps=taps, output=job.store)
     return capture(recipe, target)
 

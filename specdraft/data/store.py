@@ -20,9 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from specdraft.causal import Observation
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import DataRecipe, TokenRows, collate, load_rows, one_at_a_time
-from specdraft.target import FrozenTarget, Observation, TargetRecipe
+from specdraft.target import FrozenTarget, TargetRecipe
 
 _LAYOUT = 1
 _HEAD_CHUNK = 512  # positions whose full-vocabulary logits are held at once

@@ -2,11 +2,12 @@
 
 import difflib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, ClassVar, Protocol, Self
 
 import torch
 from pydantic import Field, field_validator
@@ -16,14 +17,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from specdraft.causal import Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
 from specdraft.objectives import OBJECTIVES, Prediction
 from specdraft.reduction import Teacher, reduce
-from specdraft.target import FrozenTarget, Observation
+from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
+
+logger = logging.getLogger(__name__)
 
 Memory = Any
 """What a drafter knows of the committed tokens of a batch; opaque to everyone but the drafter that made it."""
@@ -46,7 +50,33 @@ class DynamicTree:
     nodes: int = 15
 
 
-Shape = Chain | DynamicTree
+@dataclass(frozen=True)
+class StaticTree:
+    """The same tree in every round: node (r1, r2, ...) is the token of rank r2 (0: the likeliest) below the token of
+    rank r1 below the root, as in Medusa (Cai et al. 2024, arXiv 2401.10774). Chosen, at any temperature."""
+
+    paths: tuple[tuple[int, ...], ...]
+    """Shorter ones first, parents before children, siblings in the order in which they are tried."""
+
+    def __post_init__(self) -> None:
+        known: set[tuple[int, ...]] = {()}
+        for path in self.paths:
+            if not path or path[:-1] not in known or path in known:
+                raise SpecdraftError(f"a static tree's node {path} is there twice or stands before its parent")
+            known.add(path)
+        if not self.paths or [*map(len, self.paths)] != sorted(map(len, self.paths)):
+            raise SpecdraftError("a static tree has nodes, the shorter paths first")
+
+    @property
+    def depth(self) -> int:
+        return len(self.paths[-1])
+
+    @property
+    def nodes(self) -> int:
+        return len(self.paths)
+
+
+Shape = Chain | DynamicTree | StaticTree
 """What a drafter drafts below a root. One that knows only chains raises SpecdraftError when it is given a tree."""
 
 
@@ -61,8 +91,9 @@ class Drafter(Protocol):
     shape: Shape
     """What it drafts below a root; set it before decoding begins."""
 
-    def begin(self, seen: Observation, roots: Tensor) -> Memory:
-        """Read the whole prompt. `roots` int64 [batch]: the first token that the target emitted."""
+    def begin(self, seen: Observation, roots: Tensor, session: Session | None = None) -> Memory:
+        """Read the whole prompt. `roots` int64 [batch]: the first token that the target emitted. `session`: the
+        target's own reading of these rows, for a drafter that drafts on its keys and values."""
         ...
 
     def propose(self, memory: Memory, *, warp: Warp, dice: Dice) -> DraftTree:
@@ -126,6 +157,25 @@ class DrafterOutput(ModelOutput):
     counts: Tensor = None  # type: ignore[assignment]
 
 
+class DrafterRecipe(Recipe):
+    """What every method's recipe has; each adds its own, and a `kind` that is its name in DRAFTERS."""
+
+    kind: str
+    """The drafting method."""
+    checkpoint: str | None = None
+    """Go on from this trained drafter, with its shape and its draft vocabulary."""
+
+
+class DrafterConfig(PreTrainedConfig):
+    """What every method's config has."""
+
+    vocab_size: int = 0
+    """The target's."""
+    target_hidden_size: int = 0
+    trained_length: int | None = None
+    """Longest sample that it was trained on."""
+
+
 class TrainableDrafter(PreTrainedModel):
     """A drafter with weights. A method says what it predicts; the loss, for every method, is written here.
 
@@ -133,18 +183,43 @@ class TrainableDrafter(PreTrainedModel):
     and of the module's own tensor names, never transformers' own.
     """
 
+    recipe_class: ClassVar[type[DrafterRecipe]]
+    config: DrafterConfig
+    taps: tuple[int, ...] = ()
     base_model_prefix = ""
     accepts_loss_kwargs = True
     """transformers' Trainer then counts the tokens of the whole step, over micro-batches and ranks."""
 
-    def __init__(self, config: PreTrainedConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__(config)
+        self.shape: Shape = Chain()
         self.loss_type = None  # type: ignore[assignment]
         self.objective = ObjectiveRecipe()
         self._target: list[FrozenTarget] = []
 
+    @classmethod
+    def for_target(cls, target: FrozenTarget, recipe: Any, counts: Tensor) -> Self:
+        """A fresh drafter for `target`, attached to it and on its device.
+
+        `recipe` is of the class's own `recipe_class`. `counts` int64 [V]: how often each id is supervised in the
+        training answers, for a reduced draft vocabulary.
+        """
+        raise NotImplementedError
+
     def attach(self, target: FrozenTarget) -> None:
-        """Borrow what belongs to the target, its embedding: never trained, saved, moved or sharded with the drafter."""
+        """Borrow what belongs to the target, its embedding and head: never trained, saved or sharded with the drafter.
+
+        Raises SpecdraftError for a target of another width or a smaller vocabulary. Ids that the target has gained
+        since training are never drafted, with a warning.
+        """
+        config = self.config
+        if target.hidden_size != config.target_hidden_size or target.vocab_size < config.vocab_size:
+            raise SpecdraftError(
+                f"the drafter was made for a target of width {config.target_hidden_size} with {config.vocab_size} ids; "
+                f"{target.name} has {target.hidden_size} and {target.vocab_size}"
+            )
+        if (gained := target.vocab_size - config.vocab_size) > 0:
+            logger.warning("%s has %d ids more than the drafter, which never drafts them", target.name, gained)
         self._target = [target]
 
     @property
@@ -159,6 +234,10 @@ class TrainableDrafter(PreTrainedModel):
         embedding = self.target.embedding
         with torch.no_grad():
             return embedding(tokens.to(embedding.weight.device)).to(self.device, self.dtype)
+
+    def kept_ids(self) -> Tensor | None:
+        """int64 [kept], ascending: the target's id of each column of the drafter's logits; None: the first ids."""
+        return None
 
     def predict(self, tokens: Tensor, seen: Observation) -> list[Prediction]:
         """The drafter's predictions at every position of int64 [batch, time] tokens, teacher-forced, one a depth."""
@@ -194,7 +273,7 @@ class TrainableDrafter(PreTrainedModel):
         raise NotImplementedError
 
     @classmethod
-    def config_from_servable(cls, written: dict[str, Any]) -> PreTrainedConfig:
+    def config_from_servable(cls, written: dict[str, Any]) -> DrafterConfig:
         """The config that `servable_config` described."""
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Blocks that drafters share: rotary positions, attention projections, the gated MLP."""
+"""Blocks that drafters share: the shape of a decoder layer, rotary positions, attention projections, the gated MLP."""
 
 from collections.abc import Callable
 from typing import Any, Self, cast
@@ -11,7 +11,14 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
 
 from specdraft.config import SpecdraftError
+from specdraft.drafters.base import DrafterConfig
+from specdraft.target import FrozenTarget
 
+_SHARED = (
+    "vocab_size hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps "
+    "max_position_embeddings"
+).split()
+"""What engines' config.json calls as we do."""
 _ROPE_FIELDS = frozenset(
     "rope_type rope_theta factor original_max_position_embeddings attention_factor beta_fast beta_slow short_factor "
     "long_factor low_freq_factor high_freq_factor partial_rotary_factor mscale mscale_all_dim truncate".split()
@@ -37,6 +44,61 @@ def rope_of(settings: dict[str, Any], name: str) -> dict[str, Any]:
             f"known are {', '.join(sorted(_ROPE_FIELDS))}"
         )
     return dict(rope)
+
+
+class DecoderConfig(DrafterConfig):
+    """Shape of a drafter that is made of decoder layers like the target's."""
+
+    hidden_size: int = 0
+    intermediate_size: int = 0
+    num_attention_heads: int = 1
+    num_key_value_heads: int = 1
+    head_dim: int = 0
+    rms_norm_eps: float = 1e-5
+    rope_parameters: dict | None = None
+    max_position_embeddings: int = 2048
+    unroll: int = 4
+    tie_word_embeddings: bool = False
+
+    @classmethod
+    def like(cls, target: FrozenTarget, intermediate_size: int | None = None, **more: Any) -> Self:
+        """The shape of the target's own layers, dense. Raises SpecdraftError for positions that cannot be followed."""
+        settings = target.config.to_dict()
+        heads = settings["num_attention_heads"]
+        return cls(
+            vocab_size=target.vocab_size,
+            hidden_size=target.hidden_size,
+            target_hidden_size=target.hidden_size,
+            intermediate_size=intermediate_size or settings["intermediate_size"],
+            num_attention_heads=heads,
+            num_key_value_heads=settings.get("num_key_value_heads") or heads,
+            head_dim=settings.get("head_dim") or target.hidden_size // heads,
+            rms_norm_eps=settings.get("rms_norm_eps") or 1e-5,
+            rope_parameters=rope_of(settings, target.name),
+            max_position_embeddings=settings["max_position_embeddings"],
+            **more,
+        )
+
+    def servable(self) -> dict[str, Any]:
+        """The shape in the words of a Llama-like config.json; `rope_theta` at the top, where every engine reads it."""
+        rope = dict(self.rope_parameters or {})
+        written = {
+            "model_type": "llama",
+            **{name: getattr(self, name) for name in _SHARED},
+            "num_hidden_layers": 1,
+            "hidden_act": "silu",
+            "rope_theta": rope.pop("rope_theta", 10000.0),
+            "tie_word_embeddings": False,
+        }
+        if rope.get("rope_type", "default") != "default" or "partial_rotary_factor" in rope:
+            written["rope_scaling"] = rope
+        return written
+
+    @classmethod
+    def from_servable(cls, written: dict[str, Any], **more: Any) -> Self:
+        """The config that `servable` described; `more`: what it left out."""
+        rope = {"rope_type": "default", "rope_theta": written["rope_theta"], **written.get("rope_scaling", {})}
+        return cls(**{name: written[name] for name in _SHARED}, rope_parameters=rope, **more)
 
 
 class Rotary(nn.Module):

@@ -1,7 +1,7 @@
 """Two-model speculative sampling (Leviathan et al. 2022, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318).
 
-Any small causal LM with the target's tokenizer drafts a chain. It reads committed tokens once; what it drafts is
-scratch in its own keys and values, forgotten when the chain is proposed.
+Any small causal LM with the target's tokenizer drafts, a chain or a tree. It reads committed tokens once; what it
+drafts is scratch in its own keys and values, forgotten when it has proposed.
 """
 
 import logging
@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, Shape
-from specdraft.target import FrozenTarget, Observation, Session
+from specdraft.drafters.proposals import Frontier, Words, propose
+from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
@@ -42,7 +44,7 @@ class LMDrafter:
         """Ids below it are drafted; those above are one side's alone, or padding."""
         self.shape: Shape = Chain()
 
-    def begin(self, seen: Observation, roots: Tensor) -> LMMemory:
+    def begin(self, seen: Observation, roots: Tensor, session: Session | None = None) -> LMMemory:
         session = self.model.session((), len(roots))
         lengths = seen.mask.sum(1, keepdim=True)
         tokens = torch.cat([seen.tokens, roots[:, None]], 1).scatter_(1, lengths, roots[:, None])
@@ -64,25 +66,18 @@ class LMDrafter:
         return LMMemory(session, hidden[torch.arange(len(mask), device=mask.device), mask.sum(1) - 1])
 
     def propose(self, memory: LMMemory, *, warp: Warp, dice: Dice) -> DraftTree:
-        if not isinstance(self.shape, Chain):
-            raise SpecdraftError(f"a draft LM drafts chains, and was asked for {self.shape}")
-        hidden, batch = memory.hidden, len(memory.hidden)
-        tokens: list[Tensor] = []
-        laws: list[Tensor] = []
-        for step in range(self.shape.gamma):
-            if step > 0:
-                depths = torch.full((batch, 1), step - 1, device=hidden.device)
-                attends = torch.ones(batch, 1, step, dtype=torch.bool, device=hidden.device)
-                hidden = memory.session.grow(tokens[-1][:, None], depths, attends).hidden[:, 0]
-            logits = self.model.head(hidden)[:, : self.shared]
-            if warp.greedy:
-                tokens.append(logits.argmax(-1))
-            else:
-                law = warp(logits)
-                laws.append(torch.nn.functional.pad(law, (0, self.vocab_size - self.shared)))
-                tokens.append(dice.draw(laws[-1], range(batch)))
-        memory.session.discard()
-        return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+        session = memory.session
+
+        def grow(frontier: Frontier) -> Tensor:
+            depths = torch.full_like(frontier.tokens, frontier.depth - 1)
+            return self._logits(session.grow(frontier.tokens, depths, frontier.attends).hidden)
+
+        tree = propose(self.shape, self._logits(memory.hidden), grow, Words(self.vocab_size), warp, dice)
+        session.discard()
+        return tree
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return self.model.head(hidden)[..., : self.shared]
 
 
 def check_tokenizers(model: FrozenTarget, target: FrozenTarget) -> int:

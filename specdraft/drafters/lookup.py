@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, Shape
-from specdraft.target import Observation
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
@@ -62,7 +62,7 @@ class LookupDrafter:
         self.shortest, self.longest = shortest, longest
         self.shape: Shape = Chain()
 
-    def begin(self, seen: Observation, roots: Tensor) -> LookupMemory:
+    def begin(self, seen: Observation, roots: Tensor, session: Session | None = None) -> LookupMemory:
         rows = zip(seen.tokens.tolist(), seen.mask.sum(1).tolist(), roots.tolist(), strict=True)
         texts = [Text([*tokens[:length], root], self.shortest, self.longest) for tokens, length, root in rows]
         return LookupMemory(texts, roots.device)

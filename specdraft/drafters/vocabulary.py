@@ -6,6 +6,7 @@ kept ids). The target's law is normalised over its whole vocabulary and then res
 are not kept count as misses, and the kept mass bounds alpha.
 """
 
+import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from specdraft.config import SpecdraftError
+
+logger = logging.getLogger(__name__)
 
 
 class Coverage(NamedTuple):
@@ -43,6 +46,15 @@ def choose_vocabulary(counts: Tensor, size: int, end_ids: Sequence[int]) -> Tens
     ranked = counts.clone()
     ranked[ends] = counts.max() + 1
     return ranked.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def draft_vocabulary(counts: Tensor, size: int | None, end_ids: Sequence[int]) -> Tensor | None:
+    """The kept ids of a fresh drafter, and in the log what they cover; None, the whole vocabulary, without a size."""
+    if size is None:
+        return None
+    kept_ids = choose_vocabulary(counts, size, end_ids)
+    logger.info("draft vocabulary: %s", coverage(counts, kept_ids))
+    return kept_ids
 
 
 def to_tables(kept_ids: Tensor, vocab_size: int) -> tuple[Tensor, Tensor]:

@@ -41,7 +41,7 @@ def time_parts(
     session = target.session(drafter.taps, len(prompts))
     seen = session.read(tokens, mask)
     roots = tokens[:, 0].clone()
-    memory = drafter.begin(seen, roots)
+    memory = drafter.begin(seen, roots, session)
     dice = SeededDice(range(len(prompts)))
     sizes = sorted({*_SIZES, *(1 + nodes_of(shape) for shape in shapes)})
     trees = {n: DraftTree.chain(roots[:, None].expand(-1, n - 1)) for n in sizes}

@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from drafting import eagle3
 from models import tiny_model
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from specdraft.config import SpecdraftError
 from specdraft.drafters import load_drafter
-from specdraft.drafters.eagle import EagleDrafter, EagleRecipe
+from specdraft.drafters.eagle import Eagle3Drafter
 from specdraft.target import FrozenTarget
 
 KEPT = torch.arange(2, 96, 3)
@@ -35,8 +36,8 @@ REDUCED = {**LAYER, "lm_head.weight": (VD, H), "d2t": (VD,), "t2d": (V,)}
 WHOLE = {**LAYER, "lm_head.weight": (V, H)}
 
 
-def drafter(kept: Tensor | None = KEPT, dtype: torch.dtype = torch.float32, family: str = "llama") -> EagleDrafter:
-    made = EagleDrafter.for_target(FrozenTarget(tiny_model(family)), EagleRecipe(unroll=3), kept)
+def drafter(kept: Tensor | None = KEPT, dtype: torch.dtype = torch.float32, family: str = "llama") -> Eagle3Drafter:
+    made = eagle3(FrozenTarget(tiny_model(family)), kept, unroll=3)
     return made.to(dtype=dtype)
 
 
@@ -83,7 +84,7 @@ def test_x01_x02_it_comes_back_bitwise_and_the_config_alone_rebuilds_it(
     saved = drafter(KEPT, dtype, family)
     saved.save_pretrained(tmp_path)
     loaded = load_drafter(tmp_path)
-    assert isinstance(loaded, EagleDrafter)
+    assert isinstance(loaded, Eagle3Drafter)
     assert not loaded.training
     assert loaded.servable_config() == saved.servable_config()
     mine, theirs = saved.state_dict(), loaded.state_dict()

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from drafting import eagle3
 from models import tiny_model
 from torch import Tensor
 from transformers import GPTNeoXConfig, LlamaConfig
@@ -15,7 +16,8 @@ from transformers.models.llama import modeling_llama
 from specdraft.config import SpecdraftError
 from specdraft.drafters.base import Chain, DynamicTree
 from specdraft.drafters.blocks import Rotary, rope_of
-from specdraft.drafters.eagle import EagleConfig, EagleDrafter, EagleRecipe
+from specdraft.drafters.eagle import Eagle3Config, Eagle3Drafter
+from specdraft.drafters.proposals import Words
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
@@ -25,9 +27,9 @@ KEPT = torch.arange(2, 96, 3)
 FAMILIES = ("llama", "qwen3", "gemma2", "gemma3", "gpt_neox", "mixtral")
 
 
-def drafter_for(target: FrozenTarget, kept: Tensor | None = None, **recipe: Any) -> EagleDrafter:
+def drafter_for(target: FrozenTarget, kept: Tensor | None = None, **recipe: Any) -> Eagle3Drafter:
     """Far from the target's start, so that every part of it matters."""
-    drafter = EagleDrafter.for_target(target, EagleRecipe(**recipe), kept).eval()
+    drafter = eagle3(target, kept, **recipe).eval()
     torch.manual_seed(5)
     with torch.no_grad():
         for weight in drafter.parameters():
@@ -56,7 +58,7 @@ def texts(rows: int, length: int) -> Tensor:
     return torch.randint(0, 96, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
-def trained_laws(drafter: EagleDrafter, tokens: Tensor) -> list[Tensor]:
+def trained_laws(drafter: Eagle3Drafter, tokens: Tensor) -> list[Tensor]:
     """q of each depth at each slot of whole rows: [batch, time, draft vocabulary] each."""
     seen = drafter.target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), drafter.taps)
     return [prediction.head(prediction.hidden).softmax(-1) for prediction in drafter.predict(tokens, seen)]
@@ -123,7 +125,7 @@ def paths_of(tree: DraftTree, row: int) -> set[tuple[int, ...]]:
     return set(paths)
 
 
-def slow_tree(drafter: EagleDrafter, prompt: Tensor, root: Tensor, shape: DynamicTree) -> set[tuple[int, ...]]:
+def slow_tree(drafter: Eagle3Drafter, prompt: Tensor, root: Tensor, shape: DynamicTree) -> set[tuple[int, ...]]:
     """EAGLE-2 in plain Python: a forced chain along each path gives the law below it."""
     seen = drafter.target.observe(prompt[None], torch.ones(1, len(prompt), dtype=torch.bool), drafter.taps)
     scores: dict[tuple[int, ...], float] = {}
@@ -176,14 +178,14 @@ ROPES: dict[str, dict[str, Any]] = {
 }
 
 
-def eagle_config(rope: dict[str, Any], head_dim: int = 16) -> EagleConfig:
+def eagle_config(rope: dict[str, Any], head_dim: int = 16) -> Eagle3Config:
     sizes = {"vocab_size": 96, "draft_vocab_size": 96, "hidden_size": 32, "target_hidden_size": 32, "taps": [1, 2]}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": head_dim, "intermediate_size": 16}
-    return EagleConfig(**sizes, **heads, max_position_embeddings=64, rope_parameters=rope)
+    return Eagle3Config(**sizes, **heads, max_position_embeddings=64, rope_parameters=rope)
 
 
-def reloaded(config: EagleConfig) -> EagleConfig:
-    return EagleDrafter.config_from_servable(EagleDrafter(config).servable_config())
+def reloaded(config: Eagle3Config) -> Eagle3Config:
+    return Eagle3Drafter.config_from_servable(Eagle3Drafter(config).servable_config())
 
 
 @pytest.mark.parametrize("kind", ROPES)
@@ -244,7 +246,7 @@ def test_start_from_the_target_copies_its_last_layer_norm_and_output_rows(family
     target = FrozenTarget(tiny_model(family))
     with torch.no_grad():
         target.final_norm.weight.uniform_(0.5, 2)
-    drafter = EagleDrafter.for_target(target, EagleRecipe(), KEPT)
+    drafter = eagle3(target, KEPT)
     last, mine = target.layers[-1], drafter.midlayer
     assert torch.equal(drafter.lm_head.weight, target.head_rows(KEPT))
     for name in ("q_proj", "k_proj", "v_proj"):
@@ -257,9 +259,7 @@ def test_start_from_the_target_copies_its_last_layer_norm_and_output_rows(family
     one_plus = float(family == "gemma3")
     torch.testing.assert_close(drafter.norm.weight, target.final_norm.weight + one_plus)
     torch.testing.assert_close(mine.hidden_norm.weight, last.input_layernorm.weight + one_plus)
-    assert not torch.equal(
-        EagleDrafter.for_target(target, EagleRecipe(start="random"), KEPT).lm_head.weight, drafter.lm_head.weight
-    )
+    assert not torch.equal(eagle3(target, KEPT, start="random").lm_head.weight, drafter.lm_head.weight)
 
 
 def test_v02_d2t_holds_offsets_and_t2d_marks_the_kept_ids() -> None:
@@ -267,9 +267,9 @@ def test_v02_d2t_holds_offsets_and_t2d_marks_the_kept_ids() -> None:
     assert drafter.d2t.tolist() == [2, 4, 4, 6]
     assert drafter.t2d.tolist() == [i in (2, 5, 6, 9) for i in range(12)]
     assert drafter.kept_ids().tolist() == [2, 5, 6, 9]  # type: ignore[union-attr]
-    assert drafter._target_ids(torch.tensor([3, 0])).tolist() == [9, 2]
+    assert Words(12, drafter.kept_ids()).ids(torch.tensor([3, 0])).tolist() == [9, 2]
     law = torch.tensor([[0.1, 0.2, 0.3, 0.4]])
-    assert drafter._widened(law).nonzero()[:, 1].tolist() == [2, 5, 6, 9]
+    assert Words(12, drafter.kept_ids()).widened(law).nonzero()[:, 1].tolist() == [2, 5, 6, 9]
     whole = drafter_for(FrozenTarget(tiny_model()))
     assert whole.kept_ids() is None
     assert "d2t" not in whole.state_dict()
@@ -278,7 +278,7 @@ def test_v02_d2t_holds_offsets_and_t2d_marks_the_kept_ids() -> None:
 def test_v03_a_reduced_vocabulary_without_its_ids_is_refused() -> None:
     target = FrozenTarget(tiny_model())
     with pytest.raises(SpecdraftError, match="not ascending ids"):
-        EagleDrafter(EagleConfig.for_target(target, EagleRecipe(), 8)).attach(target)
+        Eagle3Drafter(Eagle3Config.like(target, draft_vocab_size=8, taps=[1])).attach(target)
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
-from specdraft.drafters.base import Chain, DynamicTree
+from specdraft.drafters.base import Chain, StaticTree
 from specdraft.drafters.lm import LMDrafter
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
@@ -133,12 +133,22 @@ def test_v07_without_tokenizers_the_vocabularies_must_be_as_large() -> None:
         pair(None, None, model=92)
 
 
-def test_a_draft_lm_drafts_no_tree() -> None:
+def test_a_draft_lm_drafts_a_tree_whose_every_node_is_its_own_likeliest() -> None:
     drafter = pair(None, None)
-    drafter.shape = DynamicTree()
-    seen = drafter.model.session((), 1).read(torch.tensor([[7]]), torch.ones(1, 1).bool())
-    with pytest.raises(SpecdraftError, match="drafts chains"):
-        drafter.propose(drafter.begin(seen, torch.tensor([1])), warp=Warp(), dice=RecordingDice())
+    drafter.shape = StaticTree(((0,), (1,), (0, 0), (1, 1)))
+    prompt = torch.tensor([[7, 9]])
+    session = drafter.model.session((), 1)
+    seen = session.read(prompt, torch.ones(1, 2).bool())
+    tree = drafter.propose(drafter.begin(seen, torch.tensor([11])), warp=Warp(), dice=RecordingDice())
+
+    def ranked(*path: int) -> list[int]:
+        whole = torch.tensor([[7, 9, 11, *path]])
+        with torch.no_grad():
+            return drafter.model.model(input_ids=whole, use_cache=False).logits[0, -1].argsort(descending=True).tolist()
+
+    first, second = ranked()[:2]
+    assert tree.tokens.tolist() == [[first, second, ranked(first)[0], ranked(second)[1]]]
+    assert tree.parents.tolist() == [[-1, -1, 0, 1]]
 
 
 def test_greedy_drafts_are_the_argmax_and_chosen() -> None:

@@ -6,12 +6,13 @@ import pytest
 import torch
 from models import tiny_model
 
+from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.dice import SeededDice
 from specdraft.drafters.base import Chain, DynamicTree
 from specdraft.drafters.lookup import LookupDrafter, Text
-from specdraft.target import FrozenTarget, Observation
+from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from specdraft.causal import Observation, Session
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, Shape
-from specdraft.target import FrozenTarget, Observation
+from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
@@ -60,7 +61,7 @@ class MarkovDrafter:
         self.drawn = self.logits if drawn is None else drawn.log()
         self.shape: Shape = Chain(3)
 
-    def begin(self, seen: Observation, roots: Tensor) -> Tensor:
+    def begin(self, seen: Observation, roots: Tensor, session: Session | None = None) -> Tensor:
         return roots
 
     def propose(self, memory: Tensor, *, warp: Warp, dice: Dice) -> DraftTree:

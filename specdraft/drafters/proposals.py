@@ -1,0 +1,167 @@
+"""From laws to a tree: how a drafter that gives a law below each drafted token proposes, whatever its shape.
+
+A drafter says what its law is below the root and, frontier by frontier, below the tokens that it has drafted. Whether
+these become a chain, EAGLE-2's dynamic tree or a static one is decided here, for every method alike.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import log_softmax
+
+from specdraft.dice import Dice
+from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
+from specdraft.tree import ROOT, DraftTree
+from specdraft.warping import Warp
+
+
+class Frontier(NamedTuple):
+    """Drafted tokens of one depth that are to be read, so that something can be drafted below them."""
+
+    tokens: Tensor
+    """int64 [batch, n], the target's ids"""
+    parents: Tensor
+    """int64 [batch, n]: which of the frontier before each hangs below; 0, the root, at depth 1"""
+    depth: int
+    """How far below the root they stand, from 1 on."""
+    attends: Tensor
+    """bool [batch, n, read]: which of the tokens read so far (all frontiers', in order) each descends from, itself
+    included"""
+
+
+Grow = Callable[[Frontier], Tensor]
+"""Logits of the drafter's law below each token of a frontier: [batch, n, kept]."""
+
+
+class Words(NamedTuple):
+    """Which target ids the columns of a drafter's logits stand for."""
+
+    vocab_size: int
+    """The target's."""
+    kept_ids: Tensor | None = None
+    """int64 [kept], ascending; None: the first ids, in order."""
+
+    def ids(self, columns: Tensor) -> Tensor:
+        return columns if self.kept_ids is None else self.kept_ids[columns]
+
+    def widened(self, law: Tensor) -> Tensor:
+        """A law over the columns [batch, kept] as one over the target's ids [batch, V]."""
+        if law.shape[1] == self.vocab_size:
+            return law
+        wide = law.new_zeros(len(law), self.vocab_size)
+        wide[:, slice(law.shape[1]) if self.kept_ids is None else self.kept_ids] = law
+        return wide
+
+
+def propose(shape: Shape, first: Tensor, grow: Grow, words: Words, warp: Warp, dice: Dice) -> DraftTree:
+    """A tree of `shape` below each root. `first` [batch, kept]: the logits below the root.
+
+    A chain is drawn from the warped law, or greedy; the nodes of a tree are chosen, at any temperature.
+    """
+    if isinstance(shape, Chain):
+        return _chain(shape.gamma, first, grow, words, warp, dice)
+    if isinstance(shape, DynamicTree):
+        return _dynamic(shape, first, grow, words)
+    return _static(shape, first, grow, words)
+
+
+def _chain(gamma: int, first: Tensor, grow: Grow, words: Words, warp: Warp, dice: Dice) -> DraftTree:
+    batch, logits = len(first), first
+    tokens: list[Tensor] = []
+    laws: list[Tensor] = []
+    for depth in range(gamma):
+        if depth > 0:
+            below = tokens[-1][:, None]
+            attends = torch.ones(batch, 1, depth, dtype=torch.bool, device=first.device)
+            logits = grow(Frontier(below, torch.zeros_like(below), depth, attends))[:, 0]
+        if warp.greedy:
+            tokens.append(words.ids(logits.argmax(-1)))
+        else:
+            laws.append(words.widened(warp(logits)))
+            tokens.append(dice.draw(laws[-1], range(batch)))
+    return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+
+
+def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> DraftTree:
+    """Nodes are collected depth by depth; `frontier` holds those of the last depth that are expanded next."""
+    batch, width, device = len(first), shape.width, first.device
+    score, token = _likeliest(first[:, None], width, words)  # [batch, 1, width]
+    scores, tokens = [score.flatten(1)], [token.flatten(1)]
+    parents = [torch.full_like(tokens[0], ROOT)]
+    frontier = torch.arange(width, device=device).expand(batch, -1)
+    slot = torch.zeros_like(frontier)  # of a frontier node's parent in the frontier before
+    attends = torch.zeros(batch, 1, 0, dtype=torch.bool, device=device)
+    own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
+    rows = torch.arange(batch, device=device)[:, None]
+    collected = width
+    for depth in range(1, shape.depth):
+        attends = torch.cat([attends[rows, slot], own], 2)
+        logits = grow(Frontier(torch.cat(tokens, 1)[rows, frontier], slot, depth, attends))
+        score, token = _likeliest(logits, width, words)  # [batch, width, width]
+        score = score + torch.cat(scores, 1)[rows, frontier][..., None]
+        scores.append(score.flatten(1))
+        tokens.append(token.flatten(1))
+        parents.append(frontier.repeat_interleave(width, 1))
+        best = score.flatten(1).topk(width).indices
+        frontier, slot = collected + best, best // width
+        collected += width * width
+    every = torch.cat(scores, 1)
+    # stable: of equal scores the parent, which stands first, is kept before its child
+    kept = every.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes].sort(dim=1).values
+    place = torch.full((batch, collected + 1), ROOT, device=device)  # the last entry is the root's own
+    place.scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
+    parent = place.gather(1, torch.cat(parents, 1).gather(1, kept) % (collected + 1))
+    return DraftTree.chosen(torch.cat(tokens, 1).gather(1, kept), parent, torch.ones_like(parent, dtype=torch.bool))
+
+
+def _static(shape: StaticTree, first: Tensor, grow: Grow, words: Words) -> DraftTree:
+    """Depth by depth; of a depth, only the nodes that have children are read."""
+    batch, device = len(first), first.device
+    place = {path: index for index, path in enumerate(shape.paths)}
+    inner = {path[:-1] for path in shape.paths}
+    read: list[tuple[int, ...]] = []  # nodes in the order in which they were read
+    before: list[tuple[int, ...]] = [()]  # the frontier whose laws are known
+    tokens: list[Tensor] = []
+    logits = first[:, None]
+    for depth in range(1, shape.depth + 1):
+        level = [path for path in shape.paths if len(path) == depth]
+        _, token = _likeliest(logits, 1 + max(path[-1] for path in level), words)
+        slots = [before.index(path[:-1]) for path in level]
+        tokens.append(token[:, slots, [path[-1] for path in level]])
+        frontier = [path for path in level if path in inner]
+        if not frontier:
+            break
+        read += frontier
+        sees = torch.tensor([[path[: len(node)] == node for node in read] for path in frontier], device=device)
+        chosen = tokens[-1][:, [level.index(path) for path in frontier]]
+        hangs = torch.tensor([before.index(path[:-1]) for path in frontier], device=device)
+        logits = grow(Frontier(chosen, hangs.expand(batch, -1), depth, sees.expand(batch, -1, -1)))
+        before = frontier
+    parents = torch.tensor([place.get(path[:-1], ROOT) for path in shape.paths], device=device).expand(batch, -1)
+    return DraftTree.chosen(torch.cat(tokens, 1), parents, torch.ones_like(parents, dtype=torch.bool))
+
+
+def best_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> StaticTree:
+    """The static tree of `nodes` nodes that accepts most, from the share of positions at which the token of each rank
+    is the target's: accuracies[depth][rank]. Depths count as independent (Medusa, Cai et al. 2024, arXiv 2401.10774).
+    """
+    found: dict[tuple[int, ...], float] = {}
+    open_: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
+    while open_ and len(found) < nodes:
+        path = max(open_, key=open_.__getitem__)
+        chance = found[path] = open_.pop(path)
+        depth, rank = len(path) - 1, path[-1]
+        if rank + 1 < len(accuracies[depth]):
+            parent = found.get(path[:-1], 1.0)
+            open_[*path[:-1], rank + 1] = parent * accuracies[depth][rank + 1]
+        if depth + 1 < len(accuracies):
+            open_[*path, 0] = chance * accuracies[depth + 1][0]
+    return StaticTree(tuple(sorted(found, key=lambda path: (len(path), path))))
+
+
+def _likeliest(logits: Tensor, width: int, words: Words) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest successors: log q and target ids, each [batch, n, width]."""
+    top = log_softmax(logits.float(), -1).topk(width)
+    return top.values, words.ids(top.indices)
