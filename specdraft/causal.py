@@ -4,7 +4,7 @@
 scores a whole tree in one forward pass, and keeps what was accepted, row by row.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, cast
 
@@ -54,7 +54,6 @@ class CausalLM:
         self.hidden_size: int = self.config.hidden_size
         self.vocab_size: int = self.config.vocab_size
         self.embedding = cast(nn.Embedding, model.get_input_embeddings())
-        self._head = cast(nn.Linear | PackedLinear, model.get_output_embeddings())
         self.windows = self._attention_windows()
         self._check()
 
@@ -65,6 +64,10 @@ class CausalLM:
     @property
     def dtype(self) -> torch.dtype:
         return self.embedding.weight.dtype
+
+    @property
+    def _head(self) -> nn.Linear | PackedLinear:
+        return cast(nn.Linear | PackedLinear, self.model.get_output_embeddings())  # packing may have replaced it
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -86,7 +89,7 @@ class CausalLM:
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """Last hidden states [..., H] to the model's logits [..., V], its scaling and soft-capping included."""
-        return self._finish(self._head(hidden.to(self._head.weight.device, self.dtype)))
+        return self.finish(self._head(hidden.to(self._head.weight.device, self.dtype)))
 
     def session(self, taps: tuple[int, ...], batch: int) -> "Session":
         return Session(self, taps, batch)
@@ -119,7 +122,23 @@ class CausalLM:
             for handle in handles:
                 handle.remove()
 
-    def _finish(self, logits: Tensor) -> Tensor:
+    @contextmanager
+    def only(self, kept: Collection[int] | None) -> Iterator[None]:
+        """Inside, a forward pass goes through the `kept` layers alone, counted from 1 (None: through all of them).
+
+        The others hand on what they are given and stay in their places, by which a model tells its layers' masks.
+        """
+        places = [] if kept is None else [place for place in range(self.num_layers) if place + 1 not in kept]
+        resting = {place: self.layers[place] for place in places}
+        try:
+            for place in resting:
+                self.layers[place] = _HandsOn(self._in_tuples)
+            yield
+        finally:
+            for place, layer in resting.items():
+                self.layers[place] = layer
+
+    def finish(self, logits: Tensor) -> Tensor:
         """Logit scaling (Cohere multiplies, Granite divides) and soft-capping (Gemma), as the config says."""
         if (scale := self._settings.get("logit_scale")) is not None:
             logits = logits * scale
@@ -160,8 +179,12 @@ class CausalLM:
         seed = torch.Generator().manual_seed(0)
         probe = torch.randint(0, self.vocab_size, (2, 12), generator=seed).to(self.device)
         everything = torch.ones_like(probe, dtype=torch.bool)
+        forms: list[type] = []
+        hook = self.layers[0].register_forward_hook(lambda _module, _args, output: forms.append(type(output)))
         with torch.no_grad():
             want = self.model(input_ids=probe, use_cache=False).logits.float()
+        hook.remove()
+        self._in_tuples = forms[0] is not torch.Tensor
         got = self.head(self.observe(probe, everything, ()).hidden).float()
         tolerance = (1e-4 if self.dtype == torch.float32 else 5e-2) * want.abs().max().item()
         if not torch.allclose(got, want, rtol=0, atol=tolerance):
@@ -196,6 +219,17 @@ class CausalLM:
             )
 
 
+class _HandsOn(nn.Module):
+    """Stands for a decoder layer that a pass leaves out, and answers in the form in which that layer would."""
+
+    def __init__(self, in_tuple: bool) -> None:
+        super().__init__()
+        self.in_tuple = in_tuple
+
+    def forward(self, hidden_states: Tensor, *_args: Any, **_settings: Any) -> Tensor | tuple[Tensor]:
+        return (hidden_states,) if self.in_tuple else hidden_states
+
+
 def _side_by_side(caught: Sequence[Tensor], hidden: Tensor) -> Tensor:
     if not caught:
         return hidden.new_empty(*hidden.shape[:-1], 0)
@@ -224,11 +258,15 @@ class Session:
         return seen
 
     @torch.no_grad()
-    def grow(self, tokens: Tensor, depths: Tensor, attends: Tensor) -> Observation:
+    def grow(
+        self, tokens: Tensor, depths: Tensor, attends: Tensor, layers: Collection[int] | None = None
+    ) -> Observation:
         """One forward pass over new scratch tokens, int64 [batch, new].
 
         `depths` int64 [batch, new]: how far behind the committed tokens each stands, from 0; `attends` bool
         [batch, new, scratch]: which scratch tokens, older ones first, then the new ones, each sees, itself included.
+        `layers`: the layers that read them, see `CausalLM.only`; scratch is to be read by the same ones until it is
+        discarded, and only what all layers have read can be committed.
         """
         reader, windows, cache = self.reader, self.reader.windows, self.cache
         positions = cache.lengths[:, None] + depths
@@ -239,7 +277,7 @@ class Session:
                 masks = {kind: self._mask(positions, attends, window) for kind, window in windows.items()}
             else:
                 masks = self._mask(positions, attends, windows)
-        with reader.tapped(self.taps) as caught:
+        with reader.only(layers), reader.tapped(self.taps) as caught:
             hidden = reader.body(
                 input_ids=tokens, attention_mask=masks, position_ids=positions, cache=cache, use_cache=True
             ).last_hidden_state

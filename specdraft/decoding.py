@@ -20,7 +20,7 @@ from specdraft.dice import Dice, SeededDice
 from specdraft.drafters.base import Drafter
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
-from specdraft.verify import Verdict, verify
+from specdraft.verify import Thresholds, Verdict, typical, verify
 from specdraft.warping import Warp
 
 
@@ -93,22 +93,26 @@ def generate(
     batch_size: int = 1,
     seed: int = 0,
     first_index: int = 0,
+    lossy: Thresholds | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Decoding:
     """Decode `prompts` (token ids) in batches, in order. `drafter` None is plain decoding.
 
     A row's outcome depends on (seed, first_index + its index), not on the rows beside it or the batch size: whoever
     decodes in several calls counts on. `progress` is called with the number of prompts done since the last call.
-    Raises SpecdraftError for an empty prompt or cap.
+    `lossy`: accept by `verify.typical` with these thresholds, which changes the law of what is written; None, the rule
+    that keeps it. Raises SpecdraftError for an empty prompt or cap, and for `lossy` where decoding is greedy.
     """
     if max_new_tokens < 1:
         raise SpecdraftError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
     if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
         raise SpecdraftError(f"prompt {empty[0]} has no token; every prompt needs at least one")
+    if lossy is not None and warp.greedy:
+        raise SpecdraftError("typical acceptance needs a temperature above 0: greedy decoding has one token to accept")
     decoding = Decoding([Generation() for _ in prompts])
     for start in range(0, len(prompts), batch_size):
         indices = range(start, min(start + batch_size, len(prompts)))
-        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed, first_index)
+        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed, first_index, lossy)
         batch.prefill([prompts[index] for index in indices])
         while batch.alive:
             batch.round()
@@ -130,8 +134,10 @@ class _Batch:
         indices: Sequence[int],
         seed: int,
         first_index: int,
+        lossy: Thresholds | None = None,
     ) -> None:
         self.target, self.drafter, self.warp, self.cap, self.decoding = target, drafter, warp, cap, decoding
+        self.lossy = lossy
         self.session: Session = target.session(drafter.taps if drafter is not None else (), len(indices))
         self.ends = frozenset(target.end_ids)
         self.alive = [decoding.generations[index] for index in indices]
@@ -167,7 +173,7 @@ class _Batch:
             seen = self.session.extend(self.roots, tree)
             p = self._law(seen.hidden)
         with self.decoding.timed("other_seconds", device):
-            verdict = verify(tree, p, self.dice)
+            verdict = self._verdict(tree, p)
             committed = self.session.commit(verdict)
             self.roots = verdict.token
             emitted = torch.cat([committed.tokens[:, 1:], torch.zeros_like(self.roots)[:, None]], 1)
@@ -189,6 +195,9 @@ class _Batch:
             row = int((~finite).nonzero()[0, 0])
             raise ValueError(f"the target's logits hold NaN or infinity in pass {self.decoding.passes}, row {row}")
         return logits.argmax(-1) if self.warp.greedy else self.warp(logits)
+
+    def _verdict(self, tree: DraftTree, p: Tensor) -> Verdict:
+        return verify(tree, p, self.dice) if self.lossy is None else typical(tree, p, self.lossy, self.dice)
 
     def _record(self, tree: DraftTree, verdict: Verdict, emitted: Tensor) -> None:
         """Append each row's tokens and round."""

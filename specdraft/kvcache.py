@@ -81,12 +81,12 @@ class RowCache(Cache):
     def mask(self, positions: Tensor, attends: Tensor, dtype: torch.dtype, window: int | None = None) -> Tensor:
         """The additive mask of new tokens over the committed columns and the scratch columns, themselves included.
 
-        `positions` int64 [batch, new]; `attends` bool [batch, new, scratch]; `window`: a token sees only positions less
-        than `window` behind it (`attends` must heed it already). Returns [batch, 1, new, width + scratch]: 0 where
-        seen, the lowest finite number of `dtype` where not.
+        `positions` int64 [batch, new], each of which sees the committed columns before it; `attends` bool [batch, new,
+        scratch]; `window`: a token sees only positions less than `window` behind it (`attends` must heed it already).
+        Returns [batch, 1, new, width + scratch]: 0 where seen, the lowest finite number of `dtype` where not.
         """
         columns = torch.arange(self.width, device=self.lengths.device)
-        committed = (columns < self.lengths[:, None])[:, None, :].expand(-1, positions.shape[1], -1)
+        committed = columns < torch.minimum(positions, self.lengths[:, None])[:, :, None]
         if window is not None:
             committed = committed & (positions[:, :, None] - columns < window)
         seen = torch.cat([committed, attends], 2)

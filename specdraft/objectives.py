@@ -2,10 +2,11 @@
 
 A divergence is given by its value and by its pull, u_x = q_x * d(loss)/d(q_x). Whatever the divergence, its gradient
 with respect to the logits of q is then u_x - q_x * sum_y u_y, so that a mixture of several costs one projection.
-`reduction` sums them over a batch.
+`reduction` sums them over a batch. Whatever the term, the loss is a function of q alone: p is a constant.
 """
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from math import log
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import smooth_l1_loss
 
 LK_ETA = 3.0
 """How fast `lk_hybrid` passes from distillation to acceptance as the overlap grows: the paper's best."""
@@ -33,11 +35,36 @@ class Prediction(NamedTuple):
     kept_ids: Tensor | None
 
 
-class TargetLaw:
-    """p over the kept ids, from log p [n, kept]; the rows sum to `mass` <= 1. Shared by every depth of a chunk."""
+class SparseLaw(NamedTuple):
+    """A law on k ids a row: int64 [n, k] columns of the kept ids, their shares [n, k]; 0 for an id that is not kept."""
 
-    def __init__(self, log_p: Tensor) -> None:
-        self.log_p = log_p
+    columns: Tensor
+    shares: Tensor
+
+
+def sparse_law(ids: Tensor, shares: Tensor, kept_ids: Tensor | None) -> SparseLaw:
+    """ids int64 [n, k] of the whole vocabulary, below 0 for none, with their shares [n, k]; never renormalised."""
+    if kept_ids is None:
+        return SparseLaw(ids.clamp(min=0), shares * (ids >= 0))
+    order = kept_ids.argsort()
+    columns = order[torch.searchsorted(kept_ids, ids, sorter=order).clamp(max=len(kept_ids) - 1)]
+    return SparseLaw(columns, shares * (kept_ids[columns] == ids))
+
+
+def truncated(log_p: Tensor, top_k: int, kept_ids: Tensor | None) -> SparseLaw:
+    """p of the whole vocabulary [n, V] cut to its `top_k` likeliest ids, renormalised there, then restricted."""
+    top = log_p.topk(min(top_k, log_p.shape[-1]))
+    return sparse_law(top.indices, top.values.softmax(-1), kept_ids)
+
+
+class TargetLaw:
+    """p over the kept ids, from log p [n, kept]; the rows sum to `mass` <= 1. Shared by every depth of a chunk.
+
+    `label` is the data's own token and `top` p cut to its likeliest ids, where a term asks for them.
+    """
+
+    def __init__(self, log_p: Tensor, label: SparseLaw | None = None, top: SparseLaw | None = None) -> None:
+        self.log_p, self.label, self.top = log_p, label, top
 
     @cached_property
     def p(self) -> Tensor:
@@ -132,6 +159,42 @@ def lk_hybrid(laws: Laws) -> Pull:
     return share * kl + (1 - share) * tv, tv_pull.lerp_(kl_pull, share[:, None])
 
 
+def topk_cross_entropy(laws: Laws) -> Pull:
+    """-sum_x p_k(x) log q(x), p_k being p cut to its k likeliest tokens and renormalised there.
+
+    After HASS (Zhang et al. 2024, arXiv 2408.15766).
+
+    The cut is made over the whole vocabulary; what falls outside the kept ids is then dropped, not spread over the
+    others, so that a position whose likely tokens cannot be drafted pulls little, as with the other divergences.
+    """
+    return _cross_entropy(laws, laws.target.top)
+
+
+def label_cross_entropy(laws: Laws) -> Pull:
+    """-log q(label): the data's own token, as in Medusa (Cai et al. 2024, arXiv 2401.10774).
+
+    A label outside the kept ids contributes 0, and its position is counted all the same.
+    """
+    return _cross_entropy(laws, laws.target.label)
+
+
+def _cross_entropy(laws: Laws, law: SparseLaw | None) -> Pull:
+    if law is None:
+        raise ValueError("this term needs a law that TargetLaw was not given")
+    pull = torch.zeros_like(laws.log_q).scatter_add_(-1, law.columns, -law.shares)
+    return -torch.linalg.vecdot(law.shares, laws.log_q.gather(-1, law.columns)), pull
+
+
+def feature_regression(hidden: Tensor, features: Tensor) -> Tensor:
+    """Smooth L1 between the drafter's hidden states [n, H] and the target's after its final norm [n, H], mean over H.
+
+    EAGLE-1's regression (Li et al. 2024, arXiv 2401.15077, which mixes 1.0 of it with 0.1 of cross-entropy): x^2 / 2
+    where the difference |x| < 1, |x| - 1/2 elsewhere. Returns [n], at least float32. Autograd differentiates it.
+    """
+    wide = torch.promote_types(hidden.dtype, torch.float32)
+    return smooth_l1_loss(hidden.to(wide), features.to(hidden.device, wide), reduction="none").mean(-1)
+
+
 OBJECTIVES: dict[str, Callable[[Laws], Pull]] = {
     "forward_kl": forward_kl,
     "reverse_kl": reverse_kl,
@@ -139,27 +202,70 @@ OBJECTIVES: dict[str, Callable[[Laws], Pull]] = {
     "total_variation": total_variation,
     "negative_log_acceptance": negative_log_acceptance,
     "lk_hybrid": lk_hybrid,
+    "topk_cross_entropy": topk_cross_entropy,
+    "label_cross_entropy": label_cross_entropy,
 }
+FEATURE_REGRESSION = "feature_regression"
+"""The one term that is no function of q: see `feature_regression`."""
+TERMS = (*OBJECTIVES, FEATURE_REGRESSION)
 
 
-def mix(laws: Laws, terms: Mapping[str, float]) -> Pull:
-    """The weighted sum of `terms` {name in OBJECTIVES: weight}. Raises ValueError without a term."""
+@dataclass(frozen=True)
+class Mixture:
+    """The weighted sum of `terms` {name in TERMS: weight}. Raises ValueError without a term, or for an unknown one.
+
+    temperature: p and q are both warped, p = softmax(z / T) and q = softmax(l / T), as decoding at T warps both. The
+    terms and the overlap are then those of the laws that meet in decoding at T, and the drafter's best logits l are z
+    at every T; an unwarped q would learn z / T, and be warped a second time in decoding. No factor T^2 is added.
+    """
+
+    terms: Mapping[str, float]
+    top_k: int = 10
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.terms or not set(self.terms) <= set(TERMS):
+            raise ValueError(f"an objective needs at least one term of {', '.join(TERMS)}, and no other")
+
+    @property
+    def labelled(self) -> bool:
+        return "label_cross_entropy" in self.terms
+
+    @property
+    def truncated(self) -> bool:
+        return "topk_cross_entropy" in self.terms
+
+    @property
+    def regression(self) -> float:
+        """The weight of `feature_regression`."""
+        return self.terms.get(FEATURE_REGRESSION, 0.0)
+
+    @property
+    def needs_whole_law(self) -> bool:
+        """Whether log p at the kept ids is not enough: a truncation, or a normaliser at another temperature than 1."""
+        return self.truncated or self.temperature != 1
+
+    def warped(self, logits: Tensor) -> Tensor:
+        return logits if self.temperature == 1 else logits / self.temperature
+
+
+def mix(laws: Laws, mixture: Mixture) -> Pull:
+    """The mixture's divergences; `feature_regression`, which is none, adds nothing here."""
     loss, pull = torch.zeros_like(laws.overlap), None
-    for name, weight in terms.items():
-        term_loss, term_pull = OBJECTIVES[name](laws)
-        loss = loss.add_(term_loss, alpha=weight)
-        term_pull = term_pull if weight == 1 else term_pull.mul_(weight)
-        pull = term_pull if pull is None else pull.add_(term_pull)
-    if pull is None:
-        raise ValueError(f"an objective needs at least one term of {', '.join(OBJECTIVES)}")
-    return loss, pull
+    for name, weight in mixture.terms.items():
+        if name != FEATURE_REGRESSION:
+            term_loss, term_pull = OBJECTIVES[name](laws)
+            loss = loss.add_(term_loss, alpha=weight)
+            term_pull = term_pull if weight == 1 else term_pull.mul_(weight)
+            pull = term_pull if pull is None else pull.add_(term_pull)
+    return loss, torch.zeros_like(laws.q) if pull is None else pull
 
 
 class _Divergence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: TargetLaw, terms: Mapping[str, float]) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor]:
         laws = Laws(target, logits)
-        loss, pull = mix(laws, terms)
+        loss, pull = mix(laws, mixture)
         ctx.save_for_backward(pull.addcmul_(laws.q, pull.sum(-1, keepdim=True), value=-1))
         ctx.mark_non_differentiable(laws.overlap)
         return loss, laws.overlap
@@ -170,11 +276,11 @@ class _Divergence(torch.autograd.Function):
         return ctx.saved_tensors[0] * grad_loss[:, None], None, None
 
 
-def divergence(logits: Tensor, target: TargetLaw, terms: Mapping[str, float]) -> tuple[Tensor, Tensor]:
-    """The mixture `terms` {name in OBJECTIVES: weight} at n positions.
+def divergence(logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """The mixture's divergences at n positions.
 
-    logits: float32 or float64 [n, kept], the drafter's over the kept ids. Returns the loss [n], differentiable in
-    `logits`, and the overlap [n].
+    logits: float32 or float64 [n, kept], the drafter's over the kept ids, already warped. Returns the loss [n],
+    differentiable in `logits`, and the overlap [n].
     """
-    loss, overlap = _Divergence.apply(logits, target, terms)
+    loss, overlap = _Divergence.apply(logits, target, mixture)
     return loss, overlap

@@ -5,7 +5,7 @@ made at position t aims at the law i = t + s, so that one chunk of laws serves e
 Only supervised positions are gathered.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -17,13 +17,29 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from specdraft.objectives import Laws, Prediction, TargetLaw, divergence, mix
+from specdraft.objectives import (
+    Laws,
+    Mixture,
+    Prediction,
+    TargetLaw,
+    divergence,
+    feature_regression,
+    mix,
+    sparse_law,
+    truncated,
+)
 
 IGNORED = -100
 """The label of a token that is not supervised."""
 
 LOG_ZERO = -1e4
 """Floor of log p: its exponential is exactly 0, and 0 * log p is 0 instead of NaN."""
+
+CHUNK = 64
+"""Law positions worked on at once, unless told: 4 depths of 151,936 ids then take 0.4 GB."""
+
+_BLOCK = 16384
+"""Rows of a weight's gradient that are converted at once."""
 
 
 class TargetHead(Protocol):
@@ -41,7 +57,8 @@ class Teacher:
     """The target's laws over a batch, computed only where they are asked for.
 
     hidden: [batch, time, H], after the final norm. log_partition: float32 [batch, time], the log-sum-exp of the full
-    logits, if it is known: a reduced vocabulary then costs its own columns only.
+    logits, if it is known: a reduced vocabulary then costs its own columns only. Where a mixture needs more than that
+    (a truncation, another temperature than 1) the full head is computed all the same: a store changes no loss.
     """
 
     target: TargetHead
@@ -49,18 +66,23 @@ class Teacher:
     log_partition: Tensor | None = None
 
     @torch.no_grad()
-    def log_p(self, positions: Tensor, kept_ids: Tensor | None) -> Tensor:
-        """log p at int64 [n] flat positions: float [n, kept], normalised over the full vocabulary, never the kept ids.
+    def law(self, positions: Tensor, labels: Tensor, kept_ids: Tensor | None, mixture: Mixture) -> TargetLaw:
+        """p at int64 [n] flat positions over the kept ids, normalised over the full vocabulary, never the kept ids.
 
-        float32, or float64 where the target's logits are.
+        labels: int64 [n], the ids that follow. float32, or float64 where the target's logits are.
         """
         hidden = self.hidden.flatten(0, 1)[positions]
+        top = None
         with torch.autocast(hidden.device.type, enabled=False):  # the target keeps its own precision
-            if kept_ids is not None and self.log_partition is not None:
+            if kept_ids is not None and self.log_partition is not None and not mixture.needs_whole_law:
                 logits = _at_least_float(self.target.restricted_head(hidden, kept_ids))
-                return (logits - self.log_partition.flatten()[positions, None]).clamp_(min=LOG_ZERO)
-            log_p = _at_least_float(self.target.head(hidden)).log_softmax(-1)
-            return (log_p if kept_ids is None else log_p[:, kept_ids]).clamp_(min=LOG_ZERO)
+                log_p = logits - self.log_partition.flatten()[positions, None]
+            else:
+                log_p = mixture.warped(_at_least_float(self.target.head(hidden))).log_softmax(-1)
+                top = truncated(log_p, mixture.top_k, kept_ids) if mixture.truncated else None
+                log_p = log_p if kept_ids is None else log_p[:, kept_ids]
+        label = sparse_law(labels[:, None], log_p.new_ones(len(labels), 1), kept_ids) if mixture.labelled else None
+        return TargetLaw(log_p.clamp_(min=LOG_ZERO), label, top)
 
 
 def _at_least_float(tensor: Tensor) -> Tensor:
@@ -82,9 +104,10 @@ class _Plan:
 
     predictions: Sequence[Prediction]
     teacher: Teacher
-    terms: Mapping[str, float]
+    mixture: Mixture
     chunk: int
     positions: Tensor  # int64 [n]: flat law indices
+    labels: Tensor  # int64 [n]: the tokens that these are the laws of
     supervised: Tensor  # bool [depths, n]
     weights: Tensor  # float [depths, n]: the depth's weight over the number of items; 0 where not supervised
 
@@ -96,13 +119,14 @@ class _Plan:
             groups.setdefault((id(prediction.head), id(prediction.kept_ids)), []).append(index)
         return list(groups.values())
 
-    def rows(self) -> list[Tensor]:
-        """Each depth's hidden states [n, width]; zeros where it is not supervised, lest a NaN there spread."""
-        rows = []
-        for prediction, supervised in zip(self.predictions, self.supervised, strict=True):
-            at = (self.positions - prediction.shift).clamp(min=0)
-            rows.append(prediction.hidden.flatten(0, 1)[at].masked_fill(~supervised[:, None], 0.0))
-        return rows
+    def places(self, index: int, part: slice) -> Tensor:
+        """Where in the depth's flat hidden states the chunk's laws are predicted; 0 where nowhere."""
+        return (self.positions[part] - self.predictions[index].shift).clamp(min=0)
+
+    def rows(self, index: int, part: slice) -> Tensor:
+        """The depth's hidden states [n, width]; zeros where it is not supervised, lest a NaN there spread."""
+        rows = self.predictions[index].hidden.flatten(0, 1)[self.places(index, part)]
+        return rows.masked_fill(~self.supervised[index, part, None], 0.0)
 
     def chunks(self) -> list[slice]:
         return [slice(at, at + self.chunk) for at in range(0, len(self.positions), self.chunk)]
@@ -114,7 +138,8 @@ class _Plan:
         def law(index: int) -> TargetLaw:
             kept_ids = self.predictions[index].kept_ids
             if id(kept_ids) not in known:
-                known[id(kept_ids)] = TargetLaw(self.teacher.log_p(self.positions[part], kept_ids))
+                where, labels = self.positions[part], self.labels[part]
+                known[id(kept_ids)] = self.teacher.law(where, labels, kept_ids, self.mixture)
             return known[id(kept_ids)]
 
         return law
@@ -125,44 +150,34 @@ class _Plan:
         sums = [(loss * self.weights[index, part]).sum(), (loss * supervised).sum(), (overlap * supervised).sum()]
         return torch.stack(sums)
 
+    def blank(self) -> Tensor:
+        """An account [depths, 3] of nothing."""
+        return self.weights.new_zeros(len(self.predictions), 3)
+
 
 class _WholeHeads(torch.autograd.Function):
     """The loss through plain linear heads, its gradients computed on the way forward, chunk by chunk, and kept.
 
-    No logits outlive their chunk and none are recomputed; a weight is cast to the compute dtype once.
-    Returns [depths, 3], see `_Plan.account`; only the first column has a gradient.
+    No logits outlive their chunk and none are recomputed; a weight is cast to the compute dtype once. `tensors`: the
+    hidden states of each depth, then the weight of each group. Returns the account; only its first column has a
+    gradient.
     """
 
     @staticmethod
     def forward(ctx: Any, plan: _Plan, learning: bool, *tensors: Tensor) -> Tensor:
-        depths = len(plan.predictions)
-        rows, weights = tensors[:depths], tensors[depths:]
-        device = rows[0].device.type
+        device = tensors[0].device.type
         autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        cast = [weight.to(autocast or weight.dtype) for weight in weights]
-        row_grads = [torch.empty_like(row) for row in rows] if learning else []
-        weight_grads = [torch.zeros_like(w) if learning and w.requires_grad else None for w in weights]
-        account = rows[0].new_zeros(depths, 3, dtype=plan.weights.dtype)
+        grads = [_zeros(tensor) if learning and tensor.requires_grad else None for tensor in tensors]
+        depths = len(plan.predictions)
+        cast = [weight.to(autocast or weight.dtype) for weight in tensors[depths:]]
+        account = plan.blank()
         with torch.autocast(device, enabled=False):
             for part in plan.chunks():
                 law = plan.laws(part)
-                for group, weight, weight_grad in zip(plan.groups, cast, weight_grads, strict=True):
-                    hidden = torch.cat([rows[index][part] for index in group]).to(weight.dtype)
-                    scores = _at_least_float(hidden @ weight.T)
-                    for index, logits in zip(group, scores.chunk(len(group)), strict=True):
-                        laws = Laws(law(index), logits)
-                        loss, pull = mix(laws, plan.terms)
-                        account[index] += plan.account(index, part, loss, laws.overlap)
-                        if learning:
-                            torch.addcmul(pull, laws.q, pull.sum(-1, keepdim=True), value=-1, out=logits)
-                    if learning:
-                        scale = torch.cat([plan.weights[index, part] for index in group])[:, None].to(weight.dtype)
-                        score_grads = scores.to(weight.dtype)
-                        for index, grad in zip(group, ((score_grads @ weight) * scale).chunk(len(group)), strict=True):
-                            row_grads[index][part] = grad
-                        if weight_grad is not None:
-                            _add_product(weight_grad, score_grads.T, hidden * scale)
-        ctx.grads = (*row_grads, *weight_grads)
+                for group, weight, weight_grad in zip(plan.groups, cast, grads[depths:], strict=True):
+                    hidden_grads = [grads[index] for index in group]
+                    account[group] += _through_weight(plan, part, law, group, weight, hidden_grads, weight_grad)
+        ctx.grads = grads
         return account
 
     @staticmethod
@@ -174,29 +189,94 @@ class _WholeHeads(torch.autograd.Function):
         return None, None, *(None if g is None else g.mul_(grad[0, 0].to(g.dtype)) for g in grads)
 
 
+def _zeros(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor, memory_format=torch.contiguous_format)  # so that it can be written to flat
+
+
+def _through_weight(
+    plan: _Plan,
+    part: slice,
+    law: Callable[[int], TargetLaw],
+    group: Sequence[int],
+    weight: Tensor,
+    hidden_grads: Sequence[Tensor | None],
+    weight_grad: Tensor | None,
+) -> Tensor:
+    """A chunk through the head that a group shares: its account [group, 3]; the gradients are added to where asked."""
+    hidden = torch.cat([plan.rows(index, part) for index in group]).to(weight.dtype)
+    scores = hidden @ weight.T
+    learning = weight_grad is not None or any(grad is not None for grad in hidden_grads)
+    sums = [
+        _through_law(plan, part, law(index), index, logits, learning)
+        for index, logits in zip(group, scores.chunk(len(group)), strict=True)
+    ]
+    scale = torch.cat([plan.weights[index, part] for index in group])[:, None] / plan.mixture.temperature
+    if weight_grad is not None:
+        _add_product(weight_grad, scores.T, (hidden * scale).to(weight.dtype))
+    if any(grad is not None for grad in hidden_grads):
+        moved = (scores @ weight) * scale
+        for index, grad, change in zip(group, hidden_grads, moved.chunk(len(group)), strict=True):
+            if grad is not None:  # rows that are supervised nowhere may meet at one place, with a weight of 0
+                grad.flatten(0, 1).index_add_(0, plan.places(index, part), change.to(grad.dtype))
+    return torch.stack(sums)
+
+
+def _through_law(plan: _Plan, part: slice, law: TargetLaw, index: int, logits: Tensor, learning: bool) -> Tensor:
+    """A depth's account of a chunk, [3]; if `learning`, its unweighted gradient takes the place of `logits`.
+
+    What it holds, a few times [chunk, kept] in float32, is gone when it returns: that is the peak of the loss.
+    """
+    laws = Laws(law, plan.mixture.warped(_at_least_float(logits)))
+    loss, pull = mix(laws, plan.mixture)
+    if learning:
+        logits.copy_(pull.addcmul_(laws.q, pull.sum(-1, keepdim=True), value=-1))
+    return plan.account(index, part, loss, laws.overlap)
+
+
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, in blocks where that takes a conversion."""
     if total.dtype == left.dtype:
         total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
+        return
+    for rows, factors in zip(total.split(_BLOCK), left.split(_BLOCK), strict=True):
+        rows.add_(factors @ right)
 
 
-def _through_modules(plan: _Plan, rows: Sequence[Tensor]) -> Tensor:
+def _through_modules(plan: _Plan) -> Tensor:
     """The same account through the head modules, each chunk under activation checkpointing."""
 
-    def account(part: slice, *hidden: Tensor) -> Tensor:
+    def account(part: slice) -> Tensor:
         law = plan.laws(part)
         sums: dict[int, Tensor] = {}
         for group in plan.groups:
             head = plan.predictions[group[0]].head
-            scores = _at_least_float(head(torch.cat([hidden[index] for index in group])))
+            scores = head(torch.cat([plan.rows(index, part) for index in group]))
             for index, logits in zip(group, scores.chunk(len(group)), strict=True):
-                sums[index] = plan.account(index, part, *divergence(logits, law(index), plan.terms))
-        return torch.stack([sums[index] for index in range(len(hidden))])
+                loss, overlap = divergence(plan.mixture.warped(_at_least_float(logits)), law(index), plan.mixture)
+                sums[index] = plan.account(index, part, loss, overlap)
+        return torch.stack([sums[index] for index in range(len(plan.predictions))])
 
-    total = rows[0].new_zeros(len(rows), 3, dtype=plan.weights.dtype)
+    return _checkpointed(plan, account)
+
+
+def _through_features(plan: _Plan) -> Tensor:
+    """The account of `feature_regression`, which no head takes part in."""
+
+    def account(part: slice) -> Tensor:
+        features = plan.teacher.hidden.flatten(0, 1)[plan.positions[part]]
+        sums = []
+        for index in range(len(plan.predictions)):
+            loss = feature_regression(plan.rows(index, part), features).to(plan.weights.dtype)
+            sums.append(plan.account(index, part, plan.mixture.regression * loss, torch.zeros_like(loss)))
+        return torch.stack(sums)
+
+    return _checkpointed(plan, account)
+
+
+def _checkpointed(plan: _Plan, account: Callable[[slice], Tensor]) -> Tensor:
+    total = plan.blank()
     for part in plan.chunks():
-        total = total + checkpoint(account, part, *(row[part] for row in rows), use_reentrant=False)
+        total = total + checkpoint(account, part, use_reentrant=False)
     return total
 
 
@@ -247,12 +327,12 @@ def reduce(
     teacher: Teacher,
     labels: Tensor,
     *,
-    terms: Mapping[str, float],
+    mixture: Mixture,
     weights: Sequence[float],
     num_items: Tensor | float | None = None,
-    chunk: int = 128,
+    chunk: int = CHUNK,
 ) -> Reduction:
-    """Sum the mixture `terms` over every depth and supervised position: sum_d weights[d] * sum_t loss / num_items.
+    """Sum the mixture over every depth and supervised position: sum_d weights[d] * sum_t loss / num_items.
 
     labels: int64 [batch, time], see `law_positions`. num_items: the supervised tokens of the whole step, over its
     micro-batches and ranks; None: those of `labels`. chunk: law positions that are worked on at once.
@@ -273,12 +353,15 @@ def reduce(
     dtype = torch.float64 if teacher.hidden.dtype == torch.float64 else torch.float32
     items = torch.as_tensor(num_items, dtype=dtype, device=labels.device).clamp(min=1)
     scale = torch.tensor(weights, dtype=dtype, device=labels.device)[:, None] / items
-    plan = _Plan(predictions, teacher, terms, chunk, positions, supervised, supervised * scale)
-    rows = plan.rows()
+    following = labels.roll(-1, dims=1).flatten()[positions]
+    plan = _Plan(predictions, teacher, mixture, chunk, positions, following, supervised, supervised * scale)
     if whole:
+        hidden = [prediction.hidden for prediction in predictions]
         heads = [predictions[group[0]].head.weight for group in plan.groups]
-        account = _WholeHeads.apply(plan, torch.is_grad_enabled(), *rows, *heads)
+        account = _WholeHeads.apply(plan, torch.is_grad_enabled(), *hidden, *heads)
     else:
-        account = _through_modules(plan, rows)
+        account = _through_modules(plan)
+    if mixture.regression:
+        account = account + _through_features(plan)
     sums = account.detach()
     return Reduction(account[:, 0].sum(), sums[:, 1], sums[:, 2], supervised.sum(-1))

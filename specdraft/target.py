@@ -7,7 +7,7 @@ wanted, and `session` is the decoding side, see `causal`.
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from specdraft.causal import CausalLM
 from specdraft.config import Recipe, SpecdraftError
-from specdraft.packing import PackedLinear, pack_linears
+from specdraft.packing import pack_linears
 
 
 class TargetRecipe(Recipe):
@@ -54,7 +54,6 @@ class FrozenTarget(CausalLM):
         self._output_head: nn.Module | None = None
         if self.device.type == "cpu" and self.dtype == torch.float32:
             pack_linears(self.model)
-            self._head = cast(PackedLinear, model.get_output_embeddings())
 
     @classmethod
     def load(cls, recipe: TargetRecipe) -> "FrozenTarget":
@@ -84,7 +83,7 @@ class FrozenTarget(CausalLM):
         if self._restriction is None or self._restriction[0] is not ids:
             self._restriction = ids, self._head.weight[ids], None if self._head.bias is None else self._head.bias[ids]
         _, weight, bias = self._restriction
-        return self._finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
+        return self.finish(nn.functional.linear(hidden.to(weight.device, weight.dtype), weight, bias))
 
     def output_head(self) -> nn.Module:
         """`head` as a frozen module that gradients pass through, for drafters that speak through it. It shares the
@@ -95,8 +94,8 @@ class FrozenTarget(CausalLM):
             if self._head.bias is not None:
                 linear.bias = nn.Parameter(self._head.bias.detach(), requires_grad=False)
             probe = torch.ones(1)
-            plain = torch.equal(self._finish(probe), probe)
-            self._output_head = linear if plain else _FinishedHead(linear, self._finish)
+            plain = torch.equal(self.finish(probe), probe)
+            self._output_head = linear if plain else _FinishedHead(linear, self.finish)
         return self._output_head
 
     @torch.no_grad()

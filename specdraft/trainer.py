@@ -336,3 +336,10 @@ class DrafterTrainer(Trainer):
         """The library's hook for every save; `state_dict` is gathered from a sharded run. No pickle is written."""
         folder = Path(output_dir or self.folder)
         self.drafter.save_pretrained(folder, is_main_process=self.args.should_save, state_dict=state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """The library's hook of a run that goes on, DeepSpeed's aside: the drafter knows how it was written."""
+        if self.is_fsdp_enabled:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self.drafter.load_weights(Path(resume_from_checkpoint))

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, Union, cast
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
@@ -17,7 +18,7 @@ from specdraft.causal import Observation
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import DataRecipe, TokenRows, collate, load_rows
 from specdraft.data.store import FeatureStore
-from specdraft.drafters import DRAFTERS, AnyRecipe, load_drafter
+from specdraft.drafters import DRAFTERS, load_drafter
 from specdraft.drafters.base import Drafter, DrafterRecipe, Evidence, ObjectiveRecipe, TrainableDrafter
 from specdraft.evaluation import EvalRecipe, evaluate
 from specdraft.provenance import FILE_NAME, Provenance
@@ -28,6 +29,16 @@ log = logging.getLogger(__name__)
 
 FREE = {"resume", "workers", "log_every", "save_every", "keep", "trackers", "max_steps", "epochs", "evaluate_every"}
 """Training settings that may change when a run goes on."""
+
+
+if TYPE_CHECKING:
+    AnyRecipe = DrafterRecipe
+else:
+    AnyRecipe = Annotated[
+        Union[tuple(drafter.recipe_class for drafter in DRAFTERS.values())],  # noqa: UP007
+        Field(discriminator="kind"),
+    ]
+"""The recipe of any method in DRAFTERS; `kind` says which."""
 
 
 class TrainRecipe(Recipe):

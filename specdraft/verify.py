@@ -23,6 +23,13 @@ _NOWHERE = -2  # parent of a trial that is padding or proposes a probe
 _STOPPED = -3  # where a row stands that has accepted its last node
 
 
+class Thresholds(NamedTuple):
+    """How likely a token must be for `typical` to accept it: p(x) > min(epsilon, delta * exp(-H(p)))."""
+
+    epsilon: float
+    delta: float
+
+
 class Verdict(NamedTuple):
     """What one target pass decided; depth = max(1, the tree's depth), column d - 1 is depth d."""
 
@@ -126,6 +133,51 @@ def _sampled(tree: DraftTree, p: Tensor, dice: Dice) -> Verdict:
         r[moved] = p[moved, 1 + at[moved]]
         _check(r[moved], "p", moved, at[moved])
     return Verdict(path, (path >= 0).sum(1), dice.draw(r, everyone.tolist()), offered, chance)
+
+
+def typical(tree: DraftTree, p: Tensor, thresholds: Thresholds, dice: Dice) -> Verdict:
+    """NOT `verify`, and not lossless: accept what the target finds likely enough, whatever it was drafted from.
+
+    Typical acceptance (Medusa, Cai et al. 2024, arXiv 2401.10774, section 2.3.2): a token x stands where
+
+        p(x) > min(epsilon, delta * exp(-H(p))),   H(p) = -sum_x p(x) log p(x),
+
+    and its parent stands. The longest path that stands is accepted, of equally long ones the likeliest under p, and
+    one more token is drawn from p. Emitted tokens do not follow p. `Verdict.chance` is 1 at accepted depths, else 0.
+
+    p: float [batch, 1 + nodes, V], as for `verify`. Raises ValueError for greedy ids and for a law that does not sum
+    to 1.
+    """
+    if not p.is_floating_point() or p.shape[:2] != (tree.batch, 1 + tree.nodes):
+        raise ValueError(f"p must be laws [{tree.batch}, {1 + tree.nodes}, V], found {p.dtype} {list(p.shape)}")
+    rows, (epsilon, delta) = torch.arange(tree.batch, device=p.device), thresholds
+    above, sees = tree.parents.clamp(ROOT, max(tree.nodes - 1, ROOT)) + 1, tree.attends()
+    likely = p[rows[:, None], above, tree.tokens]
+    bound = (torch.xlogy(p, p).sum(-1).exp() * delta).clamp(max=epsilon)  # exp(-H)
+    real = tree.candidate & tree.present
+    passes = _beside_root(real & (likely > bound.gather(1, above)), True)
+    stands = (passes[:, None] | ~sees).all(-1)  # a node sees itself and its ancestors
+    depths = (sees.sum(-1) - 1).masked_fill(~stands, -1)
+    accepted = depths.amax(1)
+    log_likely = _beside_root(likely.clamp(min=torch.finfo(p.dtype).tiny).log(), 0.0)
+    chance_of_path = torch.where(sees, log_likely[:, None], 0).sum(-1)
+    last = chance_of_path.masked_fill(depths < accepted[:, None], -torch.inf).argmax(1)
+    path, offered, chance = _blank(tree, p.dtype)
+    on_path = sees[rows, last, 1:]
+    row, node = on_path.nonzero(as_tuple=True)
+    path[row, depths[row, 1 + node] - 1] = node
+    for d in range(tree.depth):
+        at = path[:, d - 1] if d else torch.full_like(last, ROOT)
+        offered[:, d] = (accepted >= d) & (real & (tree.parents == at[:, None])).any(1)
+        chance[:, d] = path[:, d] >= 0
+    after = p[rows, last]
+    _check(after, "p", rows, last - 1)
+    return Verdict(path, accepted, dice.draw(after, rows.tolist()), offered, chance)
+
+
+def _beside_root(nodes: Tensor, root: float) -> Tensor:
+    """A figure of each node [batch, nodes] with the root's in front: [batch, 1 + nodes]."""
+    return torch.cat([nodes.new_full((len(nodes), 1), root), nodes], 1)
 
 
 def _residual(r: Tensor, q: Tensor) -> Tensor:

@@ -7,21 +7,21 @@ import torch
 from models import tiny_model
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from transformers import PreTrainedConfig
 
 from specdraft.causal import Observation
 from specdraft.data.batches import RowsReport, TokenRows
-from specdraft.drafters.base import TrainableDrafter
+from specdraft.drafters.base import DrafterConfig, TrainableDrafter
 from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
 from specdraft.objectives import Prediction
 from specdraft.target import FrozenTarget
 
+_WRITTEN = ("width", "vocab_size", "target_hidden_size", "shifts", "kept", "biased")
 
-class HeadsConfig(PreTrainedConfig):
+
+class HeadsConfig(DrafterConfig):
     model_type = "specdraft_test_heads"
 
     width: int = 0
-    vocab_size: int = 0
     shifts: Sequence[int] = (1, 2)
     kept: Sequence[int] | None = None
     biased: bool = False
@@ -42,7 +42,7 @@ class HeadsDrafter(TrainableDrafter):
         self.post_init()
 
     def servable_config(self) -> dict[str, Any]:
-        return {name: getattr(self.config, name) for name in ("width", "vocab_size", "shifts", "kept", "biased")}
+        return {name: getattr(self.config, name) for name in _WRITTEN}
 
     @classmethod
     def config_from_servable(cls, written: dict[str, Any]) -> HeadsConfig:
@@ -60,9 +60,26 @@ class HeadsDrafter(TrainableDrafter):
 
 def heads_drafter(target: FrozenTarget, **changes: object) -> HeadsDrafter:
     torch.manual_seed(1)
-    drafter = HeadsDrafter(HeadsConfig(width=target.hidden_size, vocab_size=target.vocab_size, **changes))
+    width, ids = target.hidden_size, target.vocab_size
+    drafter = HeadsDrafter(HeadsConfig(width=width, target_hidden_size=width, vocab_size=ids, **changes))
     drafter.attach(target)
     return drafter
+
+
+class ForcedDice:
+    """Dice that draw the given tokens, int64 [batch, steps]."""
+
+    def __init__(self, tokens: Tensor) -> None:
+        self.columns = iter(tokens.unbind(1))
+
+    def accept(self, chance: Tensor, rows: Sequence[int]) -> Tensor:
+        raise AssertionError("a drafter tosses no coin")
+
+    def draw(self, law: Tensor, rows: Sequence[int]) -> Tensor:
+        return next(self.columns)
+
+    def keep(self, rows: Sequence[int]) -> "ForcedDice":
+        return self
 
 
 def eagle3(target: FrozenTarget, kept: Tensor | None = None, **recipe: Any) -> Eagle3Drafter:

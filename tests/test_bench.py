@@ -91,6 +91,16 @@ def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path) 
     assert "over plain" in shown
 
 
+@pytest.mark.slow
+def test_the_losses_memory_is_measured_beside_a_dense_one() -> None:
+    words = ("--tokens", 512, "--dense-tokens", 256, "--vocabulary", 20_000, "--width", 32, "--depths", 2)
+    shown, result = bench("memory", *words, "--chunk", 16)
+    assert result["chunked"]["positions"] == [512, 504]
+    assert 0 < result["chunked"]["added_bytes"] < result["dense"]["added_bytes"]
+    assert result["goal_met"]
+    assert "added at the peak" in shown
+
+
 def test_a_draft_has_fewer_layers_than_its_target(target: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(BENCHMARKS / "decode.py"), "--target", str(target), "--layers", "4"],

@@ -39,12 +39,12 @@ def shaped(drafter: Any, shape: Shape) -> Drafter:
 
 
 def lm(target: FrozenTarget, family: str = "llama", **changes: Any) -> LMDrafter:
-    return LMDrafter(FrozenTarget(tiny_model(family, seed=1, **changes).to(target.dtype)), target)
+    return LMDrafter.of(FrozenTarget(tiny_model(family, seed=1, **changes).to(target.dtype)), target)
 
 
 def own(target: FrozenTarget) -> LMDrafter:
     """The target as its own drafter: every greedy draft is right."""
-    return LMDrafter(target, target)
+    return LMDrafter.of(target, target)
 
 
 def eagle(target: FrozenTarget, kept: Tensor | None = None) -> Eagle3Drafter:
@@ -243,7 +243,7 @@ def test_the_joint_law_of_the_first_three_tokens_is_the_targets_to_rounding(name
 def test_a_markov_target_and_draft_lm_give_the_analytic_alpha_and_tau() -> None:
     p, q, gamma = markov_law(1), markov_law(2), 3
     target = markov_target(p, torch.float64)
-    drafter = shaped(LMDrafter(markov_target(q, torch.float64), target), Chain(gamma))
+    drafter = shaped(LMDrafter.of(markov_target(q, torch.float64), target), Chain(gamma))
     run = decode(target, drafter, [[i % 8] for i in range(40)], warp=Warp(1.0), max_new_tokens=48, batch_size=40)
     overlap = torch.minimum(p, q).sum(-1)
     turns = []
@@ -284,7 +284,7 @@ def test_e34_the_transforms_are_uniform_for_the_right_rule_and_tell_a_wrong_one_
 ) -> None:
     p, q = markov_law(1), markov_law(2)
     target = markov_target(p, torch.float64)
-    drafter = shaped(LMDrafter(markov_target(q, torch.float64), target), Chain(3))
+    drafter = shaped(LMDrafter.of(markov_target(q, torch.float64), target), Chain(3))
     settings: dict[str, Any] = {"warp": Warp(1.0), "max_new_tokens": 50, "batch_size": 40}
     rows = [[i % 8] for i in range(40)]
     right = decode(target, drafter, rows, **settings)

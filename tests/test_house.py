@@ -28,7 +28,7 @@ ORDER = (
 ).split()
 PURE = "theory warping dice tree verify objectives reduction attention".split()
 IMPURE = {"pathlib", "os", "io", "json", "yaml", "omegaconf", "pydantic", "datasets", "accelerate", "safetensors"}
-SHARED_BY_DRAFTERS = {"base", "blocks", "proposals", "recurrence", "vocabulary"}
+SHARED_BY_DRAFTERS = {"base", "blocks", "heads", "mtp_native", "proposals", "recurrence", "vocabulary"}
 
 
 @functools.cache

@@ -1,16 +1,27 @@
 """The chunked sum against a dense one: loss, gradients, which positions count, and what is never built."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from specdraft.objectives import Prediction, TargetLaw, divergence
+from specdraft.objectives import TERMS, Mixture, Prediction
 from specdraft.reduction import IGNORED, Reduction, Teacher, law_positions, reduce
 
-TERMS = {"forward_kl": 1.0, "total_variation": 0.5}
+MIXTURE = Mixture({"forward_kl": 1.0, "total_variation": 0.5})
+MIXTURES = {
+    **{name: Mixture({name: 1.0}, top_k=3) for name in TERMS},
+    "all": Mixture({name: 0.3 + index for index, name in enumerate(TERMS)}, top_k=2),
+    "all at 0.6": Mixture({name: 0.3 + index for index, name in enumerate(TERMS)}, top_k=4, temperature=0.6),
+    "acceptance at 2": Mixture({"negative_log_acceptance": 1.0}, temperature=2.0),
+}
 
 
 class Head:
@@ -40,6 +51,34 @@ class Wrapped(nn.Module):
         return self.linear(hidden)
 
 
+def definitions(
+    whole: Tensor, kept: Tensor, log_q: Tensor, label: Tensor, top_k: int
+) -> dict[str, Callable[[], Tensor]]:
+    """Every divergence as its docstring says, of log p over the whole vocabulary and log q over the kept ids."""
+    log_p = whole[:, kept]
+    p, q = log_p.exp(), log_q.exp()
+    overlap, mass, m = torch.minimum(p, q).sum(-1), p.sum(-1), (p + q) / 2
+    lean = torch.exp(-3 * overlap.detach())
+
+    def kl() -> Tensor:
+        return (p * (log_p - log_q)).sum(-1) - mass * mass.log()
+
+    def truncated() -> Tensor:
+        top = whole.exp() * (whole >= whole.sort(descending=True).values[:, top_k - 1, None])
+        return -((top / top.sum(-1, keepdim=True))[:, kept] * log_q).sum(-1)
+
+    return {
+        "forward_kl": kl,
+        "reverse_kl": lambda: (q * (log_q - log_p)).sum(-1),
+        "jensen_shannon": lambda: ((p * (p / m).log() + q * (q / m).log()).sum(-1) + (1 - mass) * math.log(2)) / 2,
+        "total_variation": lambda: 1 - overlap,
+        "negative_log_acceptance": lambda: -overlap.log(),
+        "lk_hybrid": lambda: lean * kl() + (1 - lean) * (1 - overlap),
+        "topk_cross_entropy": truncated,
+        "label_cross_entropy": lambda: -(label * log_q).sum(-1),
+    }
+
+
 class Case:
     """Two rows of 14 tokens, answers of unequal length, and one prediction for each shift."""
 
@@ -51,6 +90,7 @@ class Case:
         vocab: int = 23,
         dtype: torch.dtype = torch.float64,
         shared: bool = True,
+        width: int = 4,
     ) -> None:
         torch.manual_seed(0)
         self.target = Head(torch.randn(vocab, 6, dtype=dtype) * scale)
@@ -59,11 +99,11 @@ class Case:
         self.labels[0, :5] = IGNORED
         self.labels[1, :3] = self.labels[1, 6:8] = self.labels[1, 12:] = IGNORED
         self.kept_ids = None if kept is None else torch.randperm(vocab)[:kept].sort().values
-        width = kept or vocab
-        self.heads = [nn.Linear(4, width, bias=False, dtype=dtype) for _ in (shifts[:1] if shared else shifts)]
+        columns = kept or vocab
+        self.heads = [nn.Linear(width, columns, bias=False, dtype=dtype) for _ in (shifts[:1] if shared else shifts)]
         for head in self.heads:
             head.weight.data.mul_(scale)
-        self.states = [torch.randn(2, 14, 4, dtype=dtype, requires_grad=True) for _ in shifts]
+        self.states = [torch.randn(2, 14, width, dtype=dtype, requires_grad=True) for _ in shifts]
         self.shifts = shifts
         self.log_partition = (self.hidden @ self.target.weight.T).logsumexp(-1)
 
@@ -78,35 +118,135 @@ class Case:
     def weights(self) -> list[float]:
         return [0.8**depth for depth in range(len(self.shifts))]
 
-    def reduce(self, wrapped: bool = False, partition: bool = False, chunk: int = 4) -> Reduction:
+    def reduce(
+        self,
+        wrapped: bool = False,
+        partition: bool = False,
+        chunk: int = 4,
+        mixture: Mixture = MIXTURE,
+        num_items: float | None = None,
+    ) -> Reduction:
         teacher = Teacher(self.target, self.hidden, self.log_partition if partition else None)
-        return reduce(self.predictions(wrapped), teacher, self.labels, terms=TERMS, weights=self.weights(), chunk=chunk)
+        predictions, weights = self.predictions(wrapped), self.weights()
+        return reduce(
+            predictions, teacher, self.labels, mixture=mixture, weights=weights, num_items=num_items, chunk=chunk
+        )
 
-    def dense(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Written again without a chunk, a gather or an index of laws: for each row, position and depth in turn."""
-        log_p = (self.hidden @ self.target.weight.T).log_softmax(-1)
-        items = (self.labels != IGNORED).sum()
+    def dense(self, mixture: Mixture = MIXTURE) -> tuple[Tensor, Tensor, Tensor]:
+        """Written again without a chunk or an index of laws, every term as it is defined: loss, overlaps, counts."""
+        log_target = (self.hidden @ self.target.weight.T / mixture.temperature).log_softmax(-1)
+        kept = torch.arange(log_target.shape[-1]) if self.kept_ids is None else self.kept_ids
         total, overlaps, counts = torch.zeros((), dtype=self.hidden.dtype), [], []
         for prediction, weight in zip(self.predictions(), self.weights(), strict=True):
-            shift, losses, met = prediction.shift, [], []
-            for row in range(2):
-                for t in range(14 - shift - 1):
-                    if (self.labels[row, t + 1 : t + shift + 2] == IGNORED).any():
-                        continue
-                    law = log_p[row, t + shift]
-                    law = law if self.kept_ids is None else law[self.kept_ids]
-                    logits = F.linear(prediction.hidden[row, t], prediction.head.weight)
-                    loss, overlap = divergence(logits[None], TargetLaw(law[None]), TERMS)
-                    losses.append(loss)
-                    met.append(overlap)
-            total = total + weight * torch.cat(losses).sum() / items
-            overlaps.append(torch.cat(met).sum())
-            counts.append(len(losses))
-        return total, torch.stack(overlaps), torch.tensor(counts)
+            shift = prediction.shift
+            held = [
+                (row, t)
+                for row, t in product(range(2), range(14 - shift - 1))
+                if (self.labels[row, t + 1 : t + shift + 2] != IGNORED).all()
+            ]
+            rows, times = torch.tensor(held).unbind(1)
+            state, whole = prediction.hidden[rows, times], log_target[rows, times + shift]
+            logits = F.linear(state, prediction.head.weight) / mixture.temperature
+            label = self.labels[rows, times + shift + 1, None] == kept
+            losses = definitions(whole, kept, logits.log_softmax(-1), label, mixture.top_k)
+            wanted = self.hidden[rows, times + shift]
+            losses["feature_regression"] = lambda s=state, w=wanted: F.smooth_l1_loss(s, w, reduction="none").mean(-1)
+            total = total + weight * sum(share * losses[name]().sum() for name, share in mixture.terms.items())
+            overlaps.append((1 - losses["total_variation"]()).sum())
+            counts.append(len(held))
+        return total / (self.labels != IGNORED).sum(), torch.stack(overlaps), torch.tensor(counts)
 
-    def gradients(self, loss: Tensor) -> list[Tensor]:
+    def gradients(self, loss: Tensor, unused: bool = False) -> list[Tensor]:
+        """`unused`: zeros for what the loss does not depend on, which is otherwise an error."""
         leaves = [*self.states, *(head.weight for head in self.heads)]
-        return list(torch.autograd.grad(loss, leaves))
+        return list(torch.autograd.grad(loss, leaves, materialize_grads=unused))
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize(("kept", "partition"), [(None, False), (7, False), (7, True)])
+def test_every_term_and_mixture_has_the_naive_loss_and_gradients(
+    name: str, wrapped: bool, kept: int | None, partition: bool
+) -> None:
+    """With a stored log_partition too: a truncation or a temperature then has the full head computed."""
+    case, mixture = Case(kept=kept, width=6), MIXTURES[name]
+    ours, theirs = case.reduce(wrapped, partition, mixture=mixture), case.dense(mixture)[0]
+    torch.testing.assert_close(ours.loss, theirs, rtol=1e-11, atol=1e-12)
+    for mine, other in zip(case.gradients(2 * ours.loss), case.gradients(2 * theirs, unused=True), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+    whole_law = mixture.temperature != 1 or "topk_cross_entropy" in mixture.terms
+    assert case.target.calls[0][1] == (23 if whole_law or not partition else 7)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_the_chunk_changes_nothing(wrapped: bool, chunk: int) -> None:
+    case, mixture = Case(kept=7, width=6), MIXTURES["all at 0.6"]
+    ours, theirs = (case.reduce(wrapped, chunk=size, mixture=mixture) for size in (chunk, 4))
+    torch.testing.assert_close(ours, theirs)
+    for mine, other in zip(case.gradients(ours.loss), case.gradients(theirs.loss), strict=True):
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_num_items_divides_every_depth_and_its_weight_decays_it(wrapped: bool) -> None:
+    case, mixture = Case((1, 2, 3), width=6), MIXTURES["all"]
+    result = case.reduce(wrapped, mixture=mixture, num_items=40.0)
+    expected = sum(weight * float(loss) for weight, loss in zip((1, 0.8, 0.64), result.losses, strict=True)) / 40
+    assert result.loss.item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_label_that_is_not_kept_adds_nothing_and_is_counted(wrapped: bool) -> None:
+    case, mixture = Case((1,), kept=7), MIXTURES["label_cross_entropy"]
+    held = law_positions(case.labels, 1).roll(1, 1)  # by the label, no longer by the law before it
+    dropped = next(v for v in range(23) if v not in case.kept_ids.tolist())
+    case.labels[held] = dropped
+    result = case.reduce(wrapped, mixture=mixture)
+    assert result.loss.item() == 0
+    assert all((grad == 0).all() for grad in case.gradients(result.loss))
+    assert result.counts.tolist() == [int(held.sum())]
+    row, time = held.nonzero()[0].tolist()
+    case.labels[row, time] = case.kept_ids[3]
+    log_q = F.linear(case.states[0][row, time - 2], case.heads[0].weight).log_softmax(-1)
+    expected = -log_q[3] / (case.labels != IGNORED).sum()
+    torch.testing.assert_close(case.reduce(wrapped, mixture=mixture).loss, expected)
+
+
+class Allocations(TorchDispatchMode):
+    """The largest tensor that any operation gave back, in elements."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(found):
+            if isinstance(leaf, Tensor):
+                self.largest = max(self.largest, leaf.numel())
+        return found
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("kept", [None, 90])
+def test_t25_no_tensor_of_all_tokens_and_ids_is_ever_built(wrapped: bool, shared: bool, kept: int | None) -> None:
+    case, mixture = Case((1, 2), kept, vocab=97, shared=shared, width=6), MIXTURES["all at 0.6"]
+    tokens = int(law_positions(case.labels, 1).sum())
+    with Allocations() as seen:
+        case.reduce(wrapped, chunk=2, mixture=mixture).loss.backward()
+    assert 2 * (kept or 97) <= seen.largest <= 6 * 97 < tokens * (kept or 97)  # a chunk's logits; a head's weight
+    with Allocations() as dense:
+        case.dense(mixture)
+    assert dense.largest >= tokens * (kept or 97)
+
+
+def test_hidden_states_of_any_layout_get_their_gradient() -> None:
+    case = Case()
+    case.states = [
+        state.detach().transpose(0, 1).contiguous().transpose(0, 1).requires_grad_() for state in case.states
+    ]
+    for ours, theirs in zip(case.gradients(case.reduce().loss), case.gradients(case.dense()[0]), strict=True):
+        torch.testing.assert_close(ours, theirs)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -138,7 +278,8 @@ def test_chunked_equals_dense_at_saturated_logits(wrapped: bool) -> None:
 
 @pytest.mark.parametrize("wrapped", [False, True])
 def test_a_vocabulary_of_151936(wrapped: bool) -> None:
-    case = Case(vocab=151_936, dtype=torch.float32)
+    case = Case((1, 2), vocab=151_936, dtype=torch.float32)
+    case.labels[:, 9:] = IGNORED
     result, (loss, _, _) = case.reduce(wrapped), case.dense()
     torch.testing.assert_close(result.loss, loss, rtol=1e-5, atol=0)
     for ours, theirs in zip(case.gradients(result.loss), case.gradients(loss), strict=True):
@@ -177,39 +318,6 @@ def test_only_supervised_positions_reach_a_head_and_the_target_s_serves_every_de
     case.target.calls.clear()
     case.reduce(partition=True)
     assert {columns for _, columns in case.target.calls} == {7}
-
-
-def test_d01_d02_which_positions_count() -> None:
-    """x0..x9 with x4..x7 supervised; the law that shift s is held to at t is the law of token t + s + 1."""
-    labels = torch.full((1, 10), IGNORED)
-    labels[0, 4:8] = torch.arange(4, 8)
-
-    def positions(shift: int) -> list[int]:
-        return (law_positions(labels, shift)[0].nonzero().squeeze(-1) - shift).tolist()
-
-    assert positions(0) == [3, 4, 5, 6]  # labels x4..x7: the prompt's last position predicts the answer's first token
-    assert positions(1) == [3, 4, 5]  # labels x5..x7: position 3 reads the embedding of x4
-    assert positions(2) == [3, 4]
-    assert positions(3) == [3]  # x4 is the root there, x5 and x6 are the drafter's own
-    assert positions(4) == []
-
-
-def test_d02_plain_and_medusa_labels_at_an_answer_of_three() -> None:
-    labels = torch.tensor([[IGNORED, IGNORED, IGNORED, 11, 12]])  # P1 P2 P3 R1 R2
-    assert law_positions(labels, 0).nonzero().tolist() == [[0, 2], [0, 3]]
-    assert law_positions(labels, 1).nonzero().tolist() == [[0, 3]]
-
-
-def test_law_positions_at_the_edges_of_a_fully_supervised_row() -> None:
-    labels = torch.zeros(2, 4, dtype=torch.long)
-    assert law_positions(labels, 0).tolist() == [[True, True, True, False]] * 2
-    assert law_positions(labels, 2).tolist() == [[False, False, True, False]] * 2
-    assert not law_positions(labels, 5).any()
-
-
-def test_a_gap_between_two_answers_ends_the_run() -> None:
-    labels = torch.tensor([[IGNORED, 1, 2, IGNORED, 4, 5, 6]])
-    assert (law_positions(labels, 2)[0].nonzero().squeeze(-1) - 2).tolist() == [3]
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

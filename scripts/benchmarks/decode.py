@@ -144,7 +144,7 @@ def systems(arguments: argparse.Namespace, draft: str) -> tuple[dict[str, Decode
         FrozenTarget.load(TargetRecipe(name=name, dtype=arguments.dtype, device="cpu"))
         for name in (arguments.target, draft)
     )
-    drafter = LMDrafter(small, target)
+    drafter = LMDrafter.of(small, target)
     drafter.shape = Chain(gamma)
     found: dict[str, Decode] = {
         PLAIN: assisted(as_loaded, cap),

@@ -1,28 +1,26 @@
 """Every drafter, and the way back from a folder to one."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Union
-
-from pydantic import Field
 
 from specdraft.config import SpecdraftError
-from specdraft.drafters.base import DrafterRecipe, TrainableDrafter, read_servable
+from specdraft.drafters.base import TrainableDrafter, read_servable
 from specdraft.drafters.eagle import Eagle1Drafter, Eagle3Drafter
+from specdraft.drafters.early_exit import EarlyExitDrafter
+from specdraft.drafters.hydra import HydraDrafter
+from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.medusa import MedusaDrafter
+from specdraft.drafters.mtp import MTPDrafter
 
 DRAFTERS: dict[str, type[TrainableDrafter]] = {
+    "lm": LMDrafter,
     "eagle1": Eagle1Drafter,
     "eagle3": Eagle3Drafter,
+    "early_exit": EarlyExitDrafter,
+    "hydra": HydraDrafter,
+    "medusa": MedusaDrafter,
+    "mtp": MTPDrafter,
 }
 """Trainable drafters by the name that recipes (`drafter.kind`) and checkpoints give them."""
-
-if TYPE_CHECKING:
-    AnyRecipe = DrafterRecipe
-else:
-    AnyRecipe = Annotated[
-        Union[tuple(drafter.recipe_class for drafter in DRAFTERS.values())],  # noqa: UP007
-        Field(discriminator="kind"),
-    ]
-"""The recipe of any method in DRAFTERS; `kind` says which."""
 
 
 def load_drafter(folder: Path | str) -> TrainableDrafter:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ from transformers.utils import ModelOutput
 from specdraft.causal import Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
-from specdraft.objectives import OBJECTIVES, Prediction
-from specdraft.reduction import Teacher, reduce
+from specdraft.objectives import TERMS, Mixture, Prediction
+from specdraft.reduction import CHUNK, Teacher, reduce
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
@@ -113,23 +113,38 @@ class ObjectiveRecipe(Recipe):
     """What training minimises: sum over depths d of depth_decay^(d - 1) * (weighted sum of the terms) / tokens."""
 
     terms: dict[str, float] = Field(default={"forward_kl": 1.0})
-    """Divergences and their weights; see `specdraft.objectives` for names and formulas."""
+    """Terms and their weights; see `specdraft.objectives` for names and formulas."""
+    top_k: int | None = Field(default=None, ge=1)
+    """Tokens that `topk_cross_entropy` keeps of the target's law. Unset: 10."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Warps the target's law and the drafter's alike, as decoding at this temperature does. Other than 1, and with
+    `topk_cross_entropy`, the target's full head is computed even where a store and a reduced vocabulary spare it."""
     depth_decay: float = Field(default=0.8, gt=0, le=1)
     """How much less each depth counts than the one before."""
-    chunk: int = Field(default=128, ge=1)
-    """Positions whose logits are held at once: memory is chunk * depths * vocabulary * 4 bytes, a few times."""
+    chunk: int = Field(default=CHUNK, ge=1)
+    """Positions whose logits are held at once: memory is chunk * vocabulary * 4 bytes, about 6 + depths times."""
+
+    @property
+    def mixture(self) -> Mixture:
+        return Mixture(self.terms, self.top_k or 10, self.temperature)
 
     @field_validator("terms")
     @classmethod
     def _known(cls, terms: dict[str, float]) -> dict[str, float]:
         for name in terms:
-            if name not in OBJECTIVES:
-                nearest = difflib.get_close_matches(name, OBJECTIVES, n=1)
+            if name not in TERMS:
+                nearest = difflib.get_close_matches(name, TERMS, n=1)
                 hint = f"; did you mean {nearest[0]}?" if nearest else ""
-                raise ValueError(f"no objective is called {name!r}, there are {', '.join(OBJECTIVES)}{hint}")
+                raise ValueError(f"no objective is called {name!r}, there are {', '.join(TERMS)}{hint}")
         if not any(weight > 0 for weight in terms.values()):
             raise ValueError("an objective needs a term with a weight above 0")
         return terms
+
+    @model_validator(mode="after")
+    def _used(self) -> Self:
+        if self.top_k is not None and "topk_cross_entropy" not in self.terms:
+            raise ValueError("top_k has no effect without the term topk_cross_entropy: add the term, or unset top_k")
+        return self
 
 
 @dataclass(frozen=True)
@@ -184,6 +199,8 @@ class TrainableDrafter(PreTrainedModel):
     """
 
     recipe_class: ClassVar[type[DrafterRecipe]]
+    predicts_features: ClassVar[bool] = False
+    """Whether the hidden states that it predicts are the target's own, after the final norm: `feature_regression`."""
     config: DrafterConfig
     taps: tuple[int, ...] = ()
     base_model_prefix = ""
@@ -254,19 +271,31 @@ class TrainableDrafter(PreTrainedModel):
 
         input_ids: int64 [batch, time]. labels: the ids where supervised, -100 elsewhere, not shifted.
         num_items_in_batch: the supervised tokens of the whole step, by which every depth divides; None: the batch's.
+        Raises SpecdraftError for an objective that does not suit the drafter.
         """
-        predictions = self.predict(input_ids, evidence.observation)
         objective = self.objective
+        mixture = objective.mixture
+        if mixture.regression and not self.predicts_features:
+            raise SpecdraftError(
+                f"objective.terms has feature_regression, but {type(self).__name__} does not predict the target's "
+                "features: leave the term out, or train eagle1, which does"
+            )
+        predictions = self.predict(input_ids, evidence.observation)
         reduction = reduce(
             predictions,
             Teacher(evidence.target, evidence.observation.hidden, evidence.log_partition),
             labels,
-            terms=objective.terms,
+            mixture=mixture,
             weights=[objective.depth_decay ** (prediction.depth - 1) for prediction in predictions],
             num_items=num_items_in_batch,
             chunk=objective.chunk,
         )
         return DrafterOutput(**reduction._asdict())
+
+    def borrowed(self) -> dict[str, Tensor]:
+        """What the layout wants in the checkpoint that is not the drafter's but its target's: written at a save,
+        checked at a load, held by nobody. Without a target: on the meta device, for the shapes."""
+        return {}
 
     def servable_config(self) -> dict[str, Any]:
         """config.json in the serving engines' words; `torch_dtype` is that of the weights."""
@@ -285,17 +314,24 @@ class TrainableDrafter(PreTrainedModel):
     ) -> None:
         """Write config.json and model.safetensors. `state_dict`: the whole weights, where the module holds only shards.
 
-        Raises SpecdraftError, and writes nothing, if a tensor is empty or not of the shape that the config asks for.
+        Raises SpecdraftError, and writes nothing, if a tensor is empty or not of the shape that the config asks for, or
+        if there is no target and the layout wants something of it.
         """
         if not is_main_process:
             return
         tensors = {name: value.detach().contiguous() for name, value in (state_dict or self.state_dict()).items()}
         config = self.servable_config()
         check_tensors(tensors, type(self)(self.config_from_servable(config)).state_dict(), str(save_directory))
-        config["torch_dtype"] = str(next(t.dtype for t in tensors.values() if t.is_floating_point())).split(".")[1]
+        dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
+        config["torch_dtype"] = str(dtype).split(".")[1]
+        borrowed = {name: tensor.to(dtype) for name, tensor in self.borrowed().items()}
+        if any(tensor.is_meta for tensor in borrowed.values()):
+            raise SpecdraftError(
+                f"{', '.join(borrowed)} is the target's: call attach(target) before the drafter is saved"
+            )
         folder = Path(save_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        save_file({**tensors, **borrowed}, folder / "model.safetensors", metadata={"format": "pt"})
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
     @classmethod
@@ -304,16 +340,28 @@ class TrainableDrafter(PreTrainedModel):
 
         Raises SpecdraftError on a missing, extra or misshapen tensor; nothing is ever initialised afresh.
         """
-        config = cls.config_from_servable(read_servable(Path(folder)))
-        drafter = cls(config)
-        try:
-            tensors = load_file(Path(folder) / "model.safetensors")
-        except (OSError, SafetensorError) as error:
-            raise SpecdraftError(f"{folder}/model.safetensors cannot be read: {error}") from error
-        check_tensors(tensors, drafter.state_dict(), str(folder))
+        drafter = cls(cls.config_from_servable(read_servable(Path(folder))))
+        tensors = _read_tensors(Path(folder), drafter)
         nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
         drafter.load_state_dict(tensors)
         return drafter.eval()
+
+    def load_weights(self, folder: Path) -> None:
+        """Take over, in place, what `save_pretrained` wrote of a drafter like this one: training goes on from it.
+
+        Raises SpecdraftError on a missing, extra or misshapen tensor.
+        """
+        self.load_state_dict(_read_tensors(folder, self))
+
+
+def _read_tensors(folder: Path, drafter: TrainableDrafter) -> dict[str, Tensor]:
+    try:
+        tensors = load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise SpecdraftError(f"{folder}/model.safetensors cannot be read: {error}") from error
+    wanted = drafter.state_dict()
+    check_tensors(tensors, {**wanted, **drafter.borrowed()}, str(folder))
+    return {name: tensors[name] for name in wanted}
 
 
 def read_servable(folder: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Blocks that drafters share: the shape of a decoder layer, rotary positions, attention projections, the gated MLP."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, Self, cast
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import silu
 from transformers import LlamaConfig, PreTrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, rotate_half
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, LlamaRotaryEmbedding, rotate_half
 
 from specdraft.config import SpecdraftError
 from specdraft.drafters.base import DrafterConfig
@@ -124,15 +125,15 @@ class Rotary(nn.Module):
 
 
 class Projections(nn.Module):
-    """The four projections of an attention that reads `width` and writes the hidden size."""
+    """The four projections of an attention that reads `width` and writes the hidden size; `bias`: but for the last."""
 
-    def __init__(self, config: PreTrainedConfig, width: int) -> None:
+    def __init__(self, config: PreTrainedConfig, width: int, bias: bool = False) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         queries, keys = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
-        self.q_proj = nn.Linear(width, queries, bias=False)
-        self.k_proj = nn.Linear(width, keys, bias=False)
-        self.v_proj = nn.Linear(width, keys, bias=False)
+        self.q_proj = nn.Linear(width, queries, bias=bias)
+        self.k_proj = nn.Linear(width, keys, bias=bias)
+        self.v_proj = nn.Linear(width, keys, bias=bias)
         self.o_proj = nn.Linear(queries, config.hidden_size, bias=False)
 
     def split(self, projected: Tensor) -> Tensor:
@@ -149,3 +150,24 @@ class GatedMLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return self.down_proj(silu(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+def copy_layer(mine: nn.Module, target: FrozenTarget, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
+    """Copy of the target's last layer whatever fits in name and shape; `renamed`: its name for a module of ours, or
+    an empty one for what starts afresh.
+
+    Where a projection of ours reads twice the width, the first half, the embedding's, begins at zero.
+    """
+    last = dict(target.layers[-1].named_modules())
+    for name, module in mine.named_modules():
+        theirs = last.get(source) if (source := renamed.get(name, name)) else None
+        if isinstance(module, LlamaRMSNorm) and theirs is not None:
+            module.weight.copy_(target.gain(theirs))
+        elif isinstance(module, nn.Linear) and theirs is not None:
+            source, width = theirs.weight, target.hidden_size
+            if module.weight.shape == source.shape:
+                module.weight.copy_(source)
+                if module.bias is not None and theirs.bias is not None:
+                    module.bias.copy_(theirs.bias)
+            elif module.weight.shape == (len(source), 2 * width):
+                module.weight.zero_()[:, width:] = source

@@ -6,8 +6,6 @@ the last hidden state, predicts the next one, and speaks through the target's ow
 `recurrence`; the module's names are those of the layouts that engines load.
 """
 
-from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any, Literal, cast
 
 import torch
@@ -17,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from specdraft.causal import Observation
 from specdraft.drafters.base import DrafterRecipe
-from specdraft.drafters.blocks import DecoderConfig, GatedMLP, Projections
+from specdraft.drafters.blocks import DecoderConfig, GatedMLP, Projections, copy_layer
 from specdraft.drafters.recurrence import RecurrentDrafter, SharedHeadDrafter, Slots
 from specdraft.drafters.vocabulary import draft_vocabulary, from_tables
 from specdraft.target import FrozenTarget
@@ -133,7 +131,7 @@ class Eagle3Drafter(RecurrentDrafter):
         self.lm_head.weight.copy_(target.head_rows(ids.to(target.device)))
         width = self.config.hidden_size
         self.fc.weight.zero_()[:, -width:] = torch.eye(width)
-        _copy_layer(self.midlayer, target, renamed={"hidden_norm": "input_layernorm", "input_layernorm": ""})
+        copy_layer(self.midlayer, target, renamed={"hidden_norm": "input_layernorm", "input_layernorm": ""})
         self.norm.weight.copy_(target.gain(target.final_norm))
 
     def attach(self, target: FrozenTarget) -> None:
@@ -199,6 +197,7 @@ class Eagle3Drafter(RecurrentDrafter):
 
 class Eagle1Drafter(SharedHeadDrafter):
     recipe_class = Eagle1Recipe
+    predicts_features = True
     config_class = Eagle1Config
     config: Eagle1Config
 
@@ -215,7 +214,7 @@ class Eagle1Drafter(SharedHeadDrafter):
             with torch.no_grad():
                 width = target.hidden_size
                 drafter.fc.weight.zero_()[:, width:] = torch.eye(width)
-                _copy_layer(drafter._layer, target)
+                copy_layer(drafter._layer, target)
         drafter.attach(target)
         nn.Module.to(drafter, target.device)
         return drafter
@@ -266,22 +265,3 @@ def default_taps(layers: int) -> tuple[int, ...]:
 def _after_attention(layer: Eagle1Layer | Eagle3Layer, residual: Tensor, attended: Tensor) -> Tensor:
     hidden = residual + layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
     return hidden + layer.mlp(layer.post_attention_layernorm(hidden))
-
-
-def _copy_layer(mine: nn.Module, target: FrozenTarget, renamed: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Copy of the target's last layer whatever fits in name and shape; `renamed`: its name for a module of ours, or
-    an empty one for what starts afresh.
-
-    Where a projection of ours reads twice the width, the first half, the embedding's, begins at zero.
-    """
-    last = dict(target.layers[-1].named_modules())
-    for name, module in mine.named_modules():
-        theirs = last.get(source) if (source := renamed.get(name, name)) else None
-        if isinstance(module, LlamaRMSNorm) and theirs is not None:
-            module.weight.copy_(target.gain(theirs))
-        elif isinstance(module, nn.Linear) and theirs is not None:
-            source, width = theirs.weight, target.hidden_size
-            if module.weight.shape == source.shape:
-                module.weight.copy_(source)
-            elif module.weight.shape == (len(source), 2 * width):
-                module.weight.zero_()[:, width:] = source

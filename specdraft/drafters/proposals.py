@@ -32,7 +32,8 @@ class Frontier(NamedTuple):
 
 
 Grow = Callable[[Frontier], Tensor]
-"""Logits of the drafter's law below each token of a frontier: [batch, n, kept]."""
+"""Logits of the drafter's law below each token of a frontier: [batch, n, kept]; [batch, 1, kept] where it is the same
+below all."""
 
 
 class Words(NamedTuple):
@@ -87,7 +88,7 @@ def _chain(gamma: int, first: Tensor, grow: Grow, words: Words, warp: Warp, dice
 def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> DraftTree:
     """Nodes are collected depth by depth; `frontier` holds those of the last depth that are expanded next."""
     batch, width, device = len(first), shape.width, first.device
-    score, token = _likeliest(first[:, None], width, words)  # [batch, 1, width]
+    score, token = _likeliest(first[:, None], 1, width, words)  # [batch, 1, width]
     scores, tokens = [score.flatten(1)], [token.flatten(1)]
     parents = [torch.full_like(tokens[0], ROOT)]
     frontier = torch.arange(width, device=device).expand(batch, -1)
@@ -99,7 +100,7 @@ def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> Dra
     for depth in range(1, shape.depth):
         attends = torch.cat([attends[rows, slot], own], 2)
         logits = grow(Frontier(torch.cat(tokens, 1)[rows, frontier], slot, depth, attends))
-        score, token = _likeliest(logits, width, words)  # [batch, width, width]
+        score, token = _likeliest(logits, width, width, words)  # [batch, width, width]
         score = score + torch.cat(scores, 1)[rows, frontier][..., None]
         scores.append(score.flatten(1))
         tokens.append(token.flatten(1))
@@ -127,7 +128,7 @@ def _static(shape: StaticTree, first: Tensor, grow: Grow, words: Words) -> Draft
     logits = first[:, None]
     for depth in range(1, shape.depth + 1):
         level = [path for path in shape.paths if len(path) == depth]
-        _, token = _likeliest(logits, 1 + max(path[-1] for path in level), words)
+        _, token = _likeliest(logits, len(before), 1 + max(path[-1] for path in level), words)
         slots = [before.index(path[:-1]) for path in level]
         tokens.append(token[:, slots, [path[-1] for path in level]])
         frontier = [path for path in level if path in inner]
@@ -148,20 +149,17 @@ def best_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> StaticTree:
     is the target's: accuracies[depth][rank]. Depths count as independent (Medusa, Cai et al. 2024, arXiv 2401.10774).
     """
     found: dict[tuple[int, ...], float] = {}
-    open_: dict[tuple[int, ...], float] = {(0,): accuracies[0][0]}
+    open_: dict[tuple[int, ...], float] = {(rank,): accuracy for rank, accuracy in enumerate(accuracies[0])}
     while open_ and len(found) < nodes:
         path = max(open_, key=open_.__getitem__)
-        chance = found[path] = open_.pop(path)
-        depth, rank = len(path) - 1, path[-1]
-        if rank + 1 < len(accuracies[depth]):
-            parent = found.get(path[:-1], 1.0)
-            open_[*path[:-1], rank + 1] = parent * accuracies[depth][rank + 1]
-        if depth + 1 < len(accuracies):
-            open_[*path, 0] = chance * accuracies[depth + 1][0]
+        found[path] = open_.pop(path)
+        if len(path) < len(accuracies):
+            for rank, accuracy in enumerate(accuracies[len(path)]):
+                open_[*path, rank] = found[path] * accuracy
     return StaticTree(tuple(sorted(found, key=lambda path: (len(path), path))))
 
 
-def _likeliest(logits: Tensor, width: int, words: Words) -> tuple[Tensor, Tensor]:
-    """The `width` likeliest successors: log q and target ids, each [batch, n, width]."""
+def _likeliest(logits: Tensor, count: int, width: int, words: Words) -> tuple[Tensor, Tensor]:
+    """The `width` likeliest successors of each of `count` tokens: log q and target ids, each [batch, count, width]."""
     top = log_softmax(logits.float(), -1).topk(width)
-    return top.values, words.ids(top.indices)
+    return top.values.expand(-1, count, -1), words.ids(top.indices).expand(-1, count, -1)

@@ -59,6 +59,10 @@ class RecurrentDrafter(TrainableDrafter):
     def enter(self, seen: Observation) -> Tensor:
         """The target's feature at each slot, [batch, time, H]."""
 
+    def embed_at(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The embeddings that the layer reads, [batch, time, H]: of int64 tokens in slots at int64 `positions`."""
+        return self.embed(tokens)
+
     @abstractmethod
     def project(self, embedded: Tensor, feature: Tensor) -> Slots:
         """Embeddings and features, each [batch, time, H], to the layer's attention."""
@@ -88,8 +92,8 @@ class RecurrentDrafter(TrainableDrafter):
         own_values: list[Tensor] = []
         for depth in range(1, self.config.unroll + 1):
             ahead = torch.cat([tokens[:, depth:], torch.zeros_like(tokens[:, :depth])], 1)
-            residual, query, key, value = self.project(self.embed(ahead), feature)
             positions = seen.positions + depth - 1
+            residual, query, key, value = self.project(self.embed_at(ahead, positions), feature)
             query, key = self.rotary(query, positions), self.rotary(key, positions)
             if first is None:
                 first = key, value
@@ -144,7 +148,7 @@ class RecurrentDrafter(TrainableDrafter):
     def _step(self, cache: RowCache, tokens: Tensor, feature: Tensor, depths: Tensor, attends: Tensor) -> Tensor:
         """The layer over new slots behind the committed ones: tokens int64 [batch, new], feature [batch, new, H]."""
         positions = cache.lengths[:, None] + depths
-        residual, query, key, value = self.project(self.embed(tokens), feature)
+        residual, query, key, value = self.project(self.embed_at(tokens, positions), feature)
         query, key = self.rotary(query, positions), self.rotary(key, positions)
         mask = cache.mask(positions, attends, query.dtype)
         keys, values = cache.update(key, value, 0)
@@ -153,13 +157,14 @@ class RecurrentDrafter(TrainableDrafter):
 
 
 class SharedHeadDrafter(RecurrentDrafter):
-    """One whose laws are the target's own output head over what the layer computes: the whole vocabulary."""
+    """One whose laws are the target's own output head over what the layer computes: its whole vocabulary, less what the
+    target has gained since."""
 
     def head(self) -> nn.Module:
         return self.target.output_head()
 
     def score(self, feature: Tensor) -> Tensor:
-        return self.target.head(self.read_out(feature))
+        return self.target.head(self.read_out(feature))[..., : self.config.vocab_size]
 
 
 def _stack(own: Sequence[Tensor], like: Tensor) -> Tensor:

@@ -8,12 +8,14 @@ are not kept count as misses, and the kept mass bounds alpha.
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from specdraft.causal import CausalLM
 from specdraft.config import SpecdraftError
+from specdraft.target import FrozenTarget
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +117,42 @@ def check_same_vocabulary(kept_ids: Tensor, trained_ids: Tensor) -> None:
         f"the draft vocabulary ({len(kept_ids)} ids) is not the checkpoint's ({len(trained_ids)} ids, {common} in "
         "common): every row of the trained head would mean another token. Keep the checkpoint's, or start afresh"
     )
+
+
+def check_tokenizers(model: CausalLM, target: FrozenTarget) -> int:
+    """How many ids, from 0 on, the drafter may draft: those that both have.
+
+    Raises SpecdraftError, with the first that differ, if an id means different tokens; an added token that is no end of
+    the target's, and ids that only one of them has, are logged as a warning.
+    """
+    if model.tokenizer is None or target.tokenizer is None:
+        if model.vocab_size != target.vocab_size:
+            raise SpecdraftError(
+                f"the drafter {model.name} has {model.vocab_size} ids, the target {target.name} {target.vocab_size}; "
+                "without tokenizers to compare they must be as many"
+            )
+        return target.vocab_size
+    mine, theirs = (_by_id(held.tokenizer) for held in (model, target))
+    added = model.tokenizer.added_tokens_decoder.keys() & target.tokenizer.added_tokens_decoder.keys()
+    tolerated = (added - set(target.end_ids)) | (mine.keys() ^ theirs.keys())
+    differing = sorted(index for index in mine.keys() | theirs.keys() if mine.get(index) != theirs.get(index))
+    if faults := [index for index in differing if index not in tolerated]:
+        raise SpecdraftError(
+            f"the drafter {model.name} and the target {target.name} give {len(faults)} ids to different tokens "
+            f"({_shown(faults, mine, theirs)}); a draft LM must share the target's tokenizer"
+        )
+    if differing:
+        shown = _shown(differing, mine, theirs)
+        logger.warning("%s and %s differ in %d added tokens: %s", model.name, target.name, len(differing), shown)
+    return min(model.vocab_size, target.vocab_size, 1 + max(mine), 1 + max(theirs))
+
+
+def _by_id(tokenizer: Any) -> dict[int, str]:
+    return {index: token for token, index in tokenizer.get_vocab().items()}
+
+
+def _shown(ids: Sequence[int], mine: dict[int, str], theirs: dict[int, str]) -> str:
+    return ", ".join(f"{index}: {mine.get(index)!r} and {theirs.get(index)!r}" for index in ids[:5])
 
 
 def _check(kept_ids: Tensor, vocab_size: int) -> None:

@@ -1,9 +1,10 @@
 """How much faster, and is it the same answer? `evaluate` measures, a `Report` says how it knows."""
 
-from specdraft.evaluation.measure import ChainSystem, EvalRecipe, TreeSystem, evaluate
+from specdraft.evaluation.measure import EvalRecipe, evaluate
 from specdraft.evaluation.prompts import Prompt
 from specdraft.evaluation.report import Estimate, Report
 from specdraft.evaluation.stage import EvaluateRecipe, evaluate_recipe
+from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, TreeSystem
 
 __all__ = [
     "ChainSystem",
@@ -12,6 +13,7 @@ __all__ = [
     "EvaluateRecipe",
     "Prompt",
     "Report",
+    "StaticTreeSystem",
     "TreeSystem",
     "evaluate",
     "evaluate_recipe",

@@ -11,6 +11,7 @@ from torch import nn
 from specdraft.decoding import Generation
 from specdraft.evaluation.report import Divergence, Losslessness
 from specdraft.target import FrozenTarget
+from specdraft.verify import Thresholds
 
 FAILED_BELOW = 0.001
 """A sampled run fails below this p-value: one lossless run in a thousand fails by chance."""
@@ -88,6 +89,16 @@ def check_sampled(generations: Sequence[Generation]) -> Losslessness:
         ks_distance=distance,
         p_value=p_value,
     )
+
+
+def lossy_by_choice(generations: Sequence[Generation], thresholds: Thresholds) -> Losslessness:
+    """Of a run with typical acceptance, which nothing certifies (E-34): how far its tokens are from p."""
+    found = check_sampled(generations)
+    reason = (
+        f"typical acceptance (epsilon {thresholds.epsilon:g}, delta {thresholds.delta:g}) was asked for, which is not "
+        f"distribution-exact; {found.reason}"
+    )
+    return found.model_copy(update={"verdict": "lossy by choice", "reason": reason})
 
 
 def kolmogorov_smirnov(values: Sequence[float]) -> tuple[float, float]:

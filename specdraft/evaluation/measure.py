@@ -6,62 +6,37 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Self
 
 import numpy as np
 import torch
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, model_validator
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.conversations import Faults
 from specdraft.decoding import Generation, generate
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.base import Drafter, Shape
 from specdraft.evaluation import exhibits
 from specdraft.evaluation.costs import costs, time_parts
-from specdraft.evaluation.lossless import check_sampled, compare_greedy
+from specdraft.evaluation.lossless import check_sampled, compare_greedy, lossy_by_choice
 from specdraft.evaluation.prompts import Prompt, read_prompts, seen_in_training
 from specdraft.evaluation.report import Estimate, Losslessness, Report, RunTime, Setting, SystemReport
 from specdraft.evaluation.statistics import Bootstrap, acceptance
+from specdraft.evaluation.systems import (
+    Acceptance,
+    ChainSystem,
+    ExactAcceptance,
+    StaticTreeSystem,
+    System,
+    TreeSystem,
+    TypicalAcceptance,
+)
 from specdraft.provenance import Provenance
 from specdraft.target import FrozenTarget
+from specdraft.verify import Thresholds
 from specdraft.warping import Warp
 
 FEW = 20
-
-
-class ChainSystem(Recipe):
-    kind: Literal["chain"] = "chain"
-    """Tokens drafted one below the other."""
-    gamma: int = Field(default=4, ge=1)
-    """Draft length."""
-
-    @property
-    def name(self) -> str:
-        return f"chain of {self.gamma}"
-
-    def shape(self) -> Shape:
-        return Chain(self.gamma)
-
-
-class TreeSystem(Recipe):
-    kind: Literal["tree"] = "tree"
-    """The likeliest nodes of a tree (EAGLE-2)."""
-    depth: int = Field(default=5, ge=1)
-    """Greatest depth below the root."""
-    width: int = Field(default=4, ge=1)
-    """Nodes expanded at each depth, and children of each."""
-    nodes: int = Field(default=15, ge=1)
-    """Nodes kept for the target's pass."""
-
-    @property
-    def name(self) -> str:
-        return f"tree of {self.nodes}"
-
-    def shape(self) -> Shape:
-        return DynamicTree(self.depth, self.width, self.nodes)
-
-
-System = Annotated[ChainSystem | TreeSystem, Field(discriminator="kind")]
 
 
 class EvalRecipe(Recipe):
@@ -73,6 +48,8 @@ class EvalRecipe(Recipe):
     """Variables of the chat template, as serving sets them."""
     systems: tuple[System, ...] = (ChainSystem(), TreeSystem())
     """What the drafter drafts, each evaluated in turn on the same prompts."""
+    acceptance: Acceptance = ExactAcceptance()
+    """The rule by which drafted tokens are accepted."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy decoding."""
     top_k: int | None = Field(default=None, ge=1)
@@ -101,6 +78,17 @@ class EvalRecipe(Recipe):
     @property
     def warp(self) -> Warp:
         return Warp(self.temperature, self.top_k, self.top_p)
+
+    @property
+    def lossy(self) -> Thresholds | None:
+        rule = self.acceptance
+        return Thresholds(rule.epsilon, rule.delta) if isinstance(rule, TypicalAcceptance) else None
+
+    @model_validator(mode="after")
+    def _lossy_when_sampled(self) -> Self:
+        if self.lossy is not None and self.warp.greedy:
+            raise ValueError("acceptance typical has no effect at temperature 0: set a temperature, or leave it exact")
+        return self
 
 
 @dataclass
@@ -142,6 +130,7 @@ def evaluate(
     faults = Faults()
     if prompts is None:
         prompts = read_prompts(target, recipe.prompts, recipe.limit, recipe.chat_template_kwargs, faults)
+    asked, recipe = recipe, _settled(target, drafter, recipe)
     runs = [_Run(system.name, system.shape()) for system in recipe.systems]
     plain = _Run("plain", None) if recipe.compare_with_plain else None
     everything = runs if plain is None else [plain, *runs]
@@ -155,8 +144,18 @@ def evaluate(
         samples=exhibits.samples(target.tokenizer, prompts, {r.name: r.generations for r in runs}, recipe.shown),
         training=[] if recipe.training_log is None else exhibits.training_curves(recipe.training_log),
         warnings=_warnings(recipe, prompts, trained_length, overlap, faults),
-        provenance=_provenance(target, recipe),
+        provenance=_provenance(target, asked),
     )
+
+
+def _settled(target: FrozenTarget, drafter: Drafter, recipe: EvalRecipe) -> EvalRecipe:
+    """The recipe with the paths of its static trees."""
+    answers, template_args = recipe.training_prompts, recipe.chat_template_kwargs
+    systems = tuple(
+        system.settled(target, drafter, answers, template_args) if isinstance(system, StaticTreeSystem) else system
+        for system in recipe.systems
+    )
+    return recipe.model_copy(update={"systems": systems})
 
 
 def _decode(
@@ -205,6 +204,7 @@ def _batch(
         batch_size=len(batch),
         seed=recipe.seed,
         first_index=start,
+        lossy=None if run.shape is None else recipe.lossy,
     )
     taken = RunTime(
         new_tokens=decoding.new_tokens,
@@ -276,6 +276,8 @@ def _speedups(recipe: EvalRecipe, plain: _Run, run: _Run) -> tuple[Estimate, Est
 def _losslessness(
     target: FrozenTarget, recipe: EvalRecipe, prompts: Sequence[Prompt], plain: _Run | None, run: _Run
 ) -> Losslessness:
+    if recipe.lossy is not None:
+        return lossy_by_choice(run.generations, recipe.lossy)
     if not recipe.warp.greedy:
         return check_sampled(run.generations)
     if plain is None:
@@ -305,12 +307,18 @@ def _setting(
         top_k=recipe.top_k,
         top_p=recipe.top_p,
         max_new_tokens=recipe.max_new_tokens,
+        acceptance=_rule(recipe),
         seed=recipe.seed,
         prompts=len(prompts),
         categories=dict(Counter(prompt.category for prompt in prompts if prompt.category is not None)),
         training_overlap=overlap,
         trained_length=trained_length,
     )
+
+
+def _rule(recipe: EvalRecipe) -> str:
+    rule = recipe.lossy
+    return "exact" if rule is None else f"typical (epsilon {rule.epsilon:g}, delta {rule.delta:g}), lossy by choice"
 
 
 def _warnings(

@@ -180,6 +180,7 @@ def setting_lines(report: Report) -> list[tuple[str, str]]:
         ("drafter", s.drafter),
         ("hardware", f"{s.hardware}, {s.device}, {s.threads} threads"),
         ("precision", s.dtype),
+        ("acceptance", s.acceptance),
         ("decoding", f"{law}; batches of {s.batch_size}; at most {s.max_new_tokens} new tokens; seed {s.seed}"),
         ("prompts", f"{s.prompts}{kinds}"),
         ("prompts seen in training", overlap),
@@ -213,7 +214,7 @@ def _tiles(report: Report) -> Sequence[tuple[str, str, str, str]]:
         "yes"
         if all(v.lossless for v in verdicts)
         else "no"
-        if any(v.verdict == "failed" for v in verdicts)
+        if any(v.verdict in ("failed", "lossy by choice") for v in verdicts)
         else "not certified"
     )
     tiles.append(("lossless", word, lossless_sentence(verdicts), known[_lossless_key(report)]))
@@ -240,4 +241,6 @@ def _share(value: float | None) -> str:
 
 
 def _lossless_key(report: Report) -> str:
+    if any(system.losslessness.verdict == "lossy by choice" for system in report.systems):
+        return "lossy by choice"
     return "lossless, greedy" if report.setting.temperature == 0 else "lossless, sampled"

@@ -75,6 +75,11 @@ DEFINITIONS: dict[str, str] = {
         "on (0, 1) if and only if tokens follow that law; Kolmogorov-Smirnov test over all tokens, failed below p = "
         "0.001. A run without these values is not certified."
     ),
+    "lossy by choice": (
+        "Typical acceptance was asked for: a token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), "
+        "H the entropy of the target's law p, whatever it was drafted from. Answers do not follow the target's law; "
+        "alpha, tau and speed are not comparable with those of a lossless run, and analytic alpha is alpha itself."
+    ),
 }
 
 
@@ -199,7 +204,7 @@ class Divergence(Section):
 
 
 class Losslessness(Section):
-    verdict: Literal["identical", "ties", "law holds", "failed", "not certified"]
+    verdict: Literal["identical", "ties", "law holds", "failed", "not certified", "lossy by choice"]
     reason: str
     compared: int = 0
     """Answers compared (greedy) or tokens tested (sampled)."""
@@ -263,6 +268,8 @@ class Setting(Section):
     top_k: int | None
     top_p: float | None
     max_new_tokens: int
+    acceptance: str = "exact"
+    """The rule by which drafted tokens are accepted."""
     seed: int
     prompts: int
     categories: dict[str, int]
@@ -324,6 +331,8 @@ def speed_sentence(system: SystemReport) -> str:
 
 def lossless_sentence(found: list[Losslessness]) -> str:
     verdicts = {item.verdict for item in found}
+    if "lossy by choice" in verdicts:
+        return "It is not lossless, by choice: typical acceptance changes what is answered."
     if "failed" in verdicts:
         return "It is not lossless: answers differ from the target's."
     if "not certified" in verdicts:

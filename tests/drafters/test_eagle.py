@@ -1,12 +1,11 @@
 """EAGLE-3: what it computes in training is what it computes in decoding, and its tree is EAGLE-2's."""
 
 import logging
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from drafting import eagle3
+from drafting import ForcedDice, eagle3
 from models import tiny_model
 from torch import Tensor
 from transformers import GPTNeoXConfig, LlamaConfig
@@ -36,22 +35,6 @@ def drafter_for(target: FrozenTarget, kept: Tensor | None = None, **recipe: Any)
             weight.copy_(torch.randn_like(weight) * 0.2 + (weight.dim() == 1))
         drafter.lm_head.weight *= 3  # confident enough for deep trees
     return drafter
-
-
-class ForcedDice:
-    """Dice that draw the given tokens, int64 [batch, steps]."""
-
-    def __init__(self, tokens: Tensor) -> None:
-        self.columns = iter(tokens.unbind(1))
-
-    def accept(self, chance: Tensor, rows: Sequence[int]) -> Tensor:
-        raise AssertionError("a drafter tosses no coin")
-
-    def draw(self, law: Tensor, rows: Sequence[int]) -> Tensor:
-        return next(self.columns)
-
-    def keep(self, rows: Sequence[int]) -> "ForcedDice":
-        return self
 
 
 def texts(rows: int, length: int) -> Tensor:

@@ -41,7 +41,7 @@ class RecordingDice:
 def test_e19_e22_after_every_round_the_drafter_is_where_a_fresh_one_would_be(family: str) -> None:
     """k = 4 proposals of which a = 0..4 are accepted, rows of different lengths, past a sliding window of 8."""
     target, model = FrozenTarget(tiny_model(family)), FrozenTarget(tiny_model(family, seed=1))
-    drafter = LMDrafter(model, target)
+    drafter = LMDrafter.of(model, target)
     drafter.shape = Chain(4)
     texts = [[5, 9, 3, 8, 1, 7], [4, 6]]
     prompt = torch.tensor([texts[0], [*texts[1], 0, 0, 0, 0]])
@@ -82,10 +82,10 @@ WORDS = [f"w{index}" for index in range(90)]
 def pair(mine: PreTrainedTokenizerFast | None, theirs: PreTrainedTokenizerFast | None, **sizes: int) -> LMDrafter:
     model = tiny_model(seed=1, vocab_size=sizes.get("model", 96))
     target = tiny_model(vocab_size=sizes.get("target", 96))
-    return LMDrafter(FrozenTarget(model, mine, "drafter"), FrozenTarget(target, theirs, "target"))
+    return LMDrafter.of(FrozenTarget(model, mine, "drafter"), FrozenTarget(target, theirs, "target"))
 
 
-def test_v09_swapped_ids_are_refused_with_both_strings() -> None:
+def test_v09_v10_another_tokenizer_is_refused_with_both_strings() -> None:
     swapped = list(WORDS)
     swapped[5], swapped[6] = swapped[6], swapped[5]
     with pytest.raises(SpecdraftError, match=r"2 ids to different tokens \(5: 'w6' and 'w5', 6: 'w5' and 'w6'\)"):
@@ -108,7 +108,9 @@ def test_v09_an_added_token_that_ends_the_targets_text_must_be_the_same() -> Non
     model, target = tiny_model(seed=1), tiny_model()
     target.generation_config.eos_token_id = 90
     with pytest.raises(SpecdraftError, match="90: '<stop>' and '<end>'"):
-        LMDrafter(FrozenTarget(model, tokenizer(WORDS, ["<stop>"])), FrozenTarget(target, tokenizer(WORDS, ["<end>"])))
+        LMDrafter.of(
+            FrozenTarget(model, tokenizer(WORDS, ["<stop>"])), FrozenTarget(target, tokenizer(WORDS, ["<end>"]))
+        )
 
 
 @pytest.mark.parametrize(("model", "target"), [(92, 96), (96, 92)])
@@ -116,7 +118,7 @@ def test_v07_padded_vocabularies_draft_real_ids_alone_and_lose_nothing(model: in
     """The random target emits padding ids too; the drafter reads them and never drafts them."""
     drafter = pair(tokenizer(WORDS), tokenizer(WORDS), model=model, target=target)
     held = FrozenTarget(tiny_model(vocab_size=target))
-    assert drafter.shared == 90
+    assert drafter.config.shared == 90
     seen = held.session((), 1).read(torch.tensor([[7, target - 1]]), torch.ones(1, 2).bool())
     dice = RecordingDice()
     drafter.propose(drafter.begin(seen, torch.tensor([target - 2])), warp=Warp(1.0), dice=dice)
@@ -137,14 +139,14 @@ def test_a_draft_lm_drafts_a_tree_whose_every_node_is_its_own_likeliest() -> Non
     drafter = pair(None, None)
     drafter.shape = StaticTree(((0,), (1,), (0, 0), (1, 1)))
     prompt = torch.tensor([[7, 9]])
-    session = drafter.model.session((), 1)
+    session = drafter.reader.session((), 1)
     seen = session.read(prompt, torch.ones(1, 2).bool())
     tree = drafter.propose(drafter.begin(seen, torch.tensor([11])), warp=Warp(), dice=RecordingDice())
 
     def ranked(*path: int) -> list[int]:
         whole = torch.tensor([[7, 9, 11, *path]])
         with torch.no_grad():
-            return drafter.model.model(input_ids=whole, use_cache=False).logits[0, -1].argsort(descending=True).tolist()
+            return drafter.lm(input_ids=whole, use_cache=False).logits[0, -1].argsort(descending=True).tolist()
 
     first, second = ranked()[:2]
     assert tree.tokens.tolist() == [[first, second, ranked(first)[0], ranked(second)[1]]]
@@ -153,7 +155,7 @@ def test_a_draft_lm_drafts_a_tree_whose_every_node_is_its_own_likeliest() -> Non
 
 def test_greedy_drafts_are_the_argmax_and_chosen() -> None:
     drafter = pair(None, None)
-    seen = drafter.model.session((), 1).read(torch.tensor([[7]]), torch.ones(1, 1).bool())
+    seen = drafter.reader.session((), 1).read(torch.tensor([[7]]), torch.ones(1, 1).bool())
     memory = drafter.begin(seen, torch.tensor([1]))
     dice = RecordingDice()
     drafted: DraftTree = drafter.propose(memory, warp=Warp(), dice=dice)

@@ -1,0 +1,9 @@
+"""Train Hydra heads; the same as `specdraft train`, in a form that launchers start.
+
+accelerate launch recipes/train_hydra.py --config configs/hydra-smollm2-135m.yaml training.learning_rate=3e-4
+"""
+
+from specdraft.cli import launch
+
+if __name__ == "__main__":
+    launch("train")
