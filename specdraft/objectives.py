@@ -7,7 +7,7 @@ with respect to the logits of q is then u_x - q_x * sum_y u_y, so that a mixture
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache
 from math import log
 from typing import Any, NamedTuple
 
@@ -65,18 +65,9 @@ class TargetLaw:
 
     def __init__(self, log_p: Tensor, label: SparseLaw | None = None, top: SparseLaw | None = None) -> None:
         self.log_p, self.label, self.top = log_p, label, top
-
-    @cached_property
-    def p(self) -> Tensor:
-        return self.log_p.exp()
-
-    @cached_property
-    def mass(self) -> Tensor:
-        return self.p.sum(-1)
-
-    @cached_property
-    def negentropy(self) -> Tensor:
-        return torch.linalg.vecdot(self.p, self.log_p)
+        self.p = log_p.exp()
+        self.mass = self.p.sum(-1)
+        self.negentropy = torch.linalg.vecdot(self.p, log_p)
 
 
 class Laws:
@@ -85,15 +76,9 @@ class Laws:
     def __init__(self, target: TargetLaw, logits: Tensor) -> None:
         self.target, self.p, self.log_p = target, target.p, target.log_p
         self.log_q = logits.log_softmax(-1)
-
-    @cached_property
-    def q(self) -> Tensor:
-        return self.log_q.exp()
-
-    @cached_property
-    def overlap(self) -> Tensor:
+        self.q = self.log_q.exp()
+        self.overlap = torch.minimum(self.p, self.q).sum(-1)
         """sum_x min(p, q): the chance that a token drawn from q is accepted. [n]."""
-        return torch.minimum(self.p, self.q).sum(-1)
 
 
 Pull = tuple[Tensor, Tensor]
@@ -222,6 +207,8 @@ class Mixture:
     terms: Mapping[str, float]
     top_k: int = 10
     temperature: float = 1.0
+    fused: bool = False
+    """Compile the passes over the vocabulary into one or two."""
 
     def __post_init__(self) -> None:
         if not self.terms or not set(self.terms) <= set(TERMS):
@@ -248,6 +235,9 @@ class Mixture:
     def warped(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
 
+    def evaluate(self, logits: Tensor, target: TargetLaw) -> tuple[Tensor, Tensor, Tensor]:
+        return (_fused() if self.fused else loss_and_gradient)(logits, target, self)
+
 
 def mix(laws: Laws, mixture: Mixture) -> Pull:
     """The mixture's divergences; `feature_regression`, which is none, adds nothing here."""
@@ -261,26 +251,43 @@ def mix(laws: Laws, mixture: Mixture) -> Pull:
     return loss, torch.zeros_like(laws.q) if pull is None else pull
 
 
+def loss_and_gradient(logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor, Tensor]:
+    """The mixture's divergences at n positions, from the drafter's logits [n, kept], not yet warped, of any dtype.
+
+    Returns the loss [n], the overlap [n], and the gradient of each position's loss with respect to its logits, in their
+    dtype. Tensor algebra alone, so that torch.compile makes one or two passes over the vocabulary of it.
+    """
+    laws = Laws(target, mixture.warped(at_least_float(logits)))
+    loss, pull = mix(laws, mixture)
+    gradient = torch.addcmul(pull, laws.q, pull.sum(-1, keepdim=True), value=-1)
+    return loss, laws.overlap, mixture.warped(gradient).to(logits.dtype)
+
+
+@cache
+def _fused() -> Callable[[Tensor, TargetLaw, Mixture], tuple[Tensor, Tensor, Tensor]]:
+    return torch.compile(loss_and_gradient)  # made when it is first wanted: the compiler is slow to import
+
+
 class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor]:
-        laws = Laws(target, logits)
-        loss, pull = mix(laws, mixture)
-        ctx.save_for_backward(pull.addcmul_(laws.q, pull.sum(-1, keepdim=True), value=-1))
-        ctx.mark_non_differentiable(laws.overlap)
-        return loss, laws.overlap
+        loss, overlap, gradient = mixture.evaluate(logits, target)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(overlap)
+        return loss, overlap
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.saved_tensors[0] * grad_loss[:, None], None, None
+        [gradient] = ctx.saved_tensors
+        return (gradient * grad_loss[:, None]).to(gradient.dtype), None, None
 
 
 def divergence(logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor]:
-    """The mixture's divergences at n positions.
-
-    logits: float32 or float64 [n, kept], the drafter's over the kept ids, already warped. Returns the loss [n],
-    differentiable in `logits`, and the overlap [n].
-    """
+    """The loss [n], differentiable in `logits`, and the overlap [n]: see `loss_and_gradient`."""
     loss, overlap = _Divergence.apply(logits, target, mixture)
     return loss, overlap
+
+
+def at_least_float(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()

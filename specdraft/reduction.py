@@ -18,13 +18,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from specdraft.objectives import (
-    Laws,
     Mixture,
     Prediction,
     TargetLaw,
+    at_least_float,
     divergence,
     feature_regression,
-    mix,
     sparse_law,
     truncated,
 )
@@ -75,18 +74,14 @@ class Teacher:
         top = None
         with torch.autocast(hidden.device.type, enabled=False):  # the target keeps its own precision
             if kept_ids is not None and self.log_partition is not None and not mixture.needs_whole_law:
-                logits = _at_least_float(self.target.restricted_head(hidden, kept_ids))
+                logits = at_least_float(self.target.restricted_head(hidden, kept_ids))
                 log_p = logits - self.log_partition.flatten()[positions, None]
             else:
-                log_p = mixture.warped(_at_least_float(self.target.head(hidden))).log_softmax(-1)
+                log_p = mixture.warped(at_least_float(self.target.head(hidden))).log_softmax(-1)
                 top = truncated(log_p, mixture.top_k, kept_ids) if mixture.truncated else None
                 log_p = log_p if kept_ids is None else log_p[:, kept_ids]
         label = sparse_law(labels[:, None], log_p.new_ones(len(labels), 1), kept_ids) if mixture.labelled else None
         return TargetLaw(log_p.clamp_(min=LOG_ZERO), label, top)
-
-
-def _at_least_float(tensor: Tensor) -> Tensor:
-    return tensor if tensor.dtype == torch.float64 else tensor.float()
 
 
 class Reduction(NamedTuple):
@@ -210,7 +205,7 @@ def _through_weight(
         _through_law(plan, part, law(index), index, logits, learning)
         for index, logits in zip(group, scores.chunk(len(group)), strict=True)
     ]
-    scale = torch.cat([plan.weights[index, part] for index in group])[:, None] / plan.mixture.temperature
+    scale = torch.cat([plan.weights[index, part] for index in group])[:, None]
     if weight_grad is not None:
         _add_product(weight_grad, scores.T, (hidden * scale).to(weight.dtype))
     if any(grad is not None for grad in hidden_grads):
@@ -226,11 +221,10 @@ def _through_law(plan: _Plan, part: slice, law: TargetLaw, index: int, logits: T
 
     What it holds, a few times [chunk, kept] in float32, is gone when it returns: that is the peak of the loss.
     """
-    laws = Laws(law, plan.mixture.warped(_at_least_float(logits)))
-    loss, pull = mix(laws, plan.mixture)
+    loss, overlap, gradient = plan.mixture.evaluate(logits, law)
     if learning:
-        logits.copy_(pull.addcmul_(laws.q, pull.sum(-1, keepdim=True), value=-1))
-    return plan.account(index, part, loss, laws.overlap)
+        logits.copy_(gradient)
+    return plan.account(index, part, loss, overlap)
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -252,7 +246,7 @@ def _through_modules(plan: _Plan) -> Tensor:
             head = plan.predictions[group[0]].head
             scores = head(torch.cat([plan.rows(index, part) for index in group]))
             for index, logits in zip(group, scores.chunk(len(group)), strict=True):
-                loss, overlap = divergence(plan.mixture.warped(_at_least_float(logits)), law(index), plan.mixture)
+                loss, overlap = divergence(logits, law(index), plan.mixture)
                 sums[index] = plan.account(index, part, loss, overlap)
         return torch.stack([sums[index] for index in range(len(plan.predictions))])
 

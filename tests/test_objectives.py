@@ -1,6 +1,7 @@
 """The divergences against their definitions, their gradients against autograd of those definitions."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from specdraft.objectives import (
     TargetLaw,
     divergence,
     feature_regression,
+    loss_and_gradient,
     sparse_law,
     truncated,
 )
@@ -196,3 +198,19 @@ def test_feature_regression_is_smooth_l1_over_the_width() -> None:
     loss.sum().backward()
     assert hidden.grad.tolist() == [[0.25, -0.5], [0.0, 0.0]]
     assert "feature_regression" in TERMS
+
+
+@pytest.mark.parametrize("kept", [9, 5])
+def test_the_fused_passes_give_the_same_loss_overlap_and_gradient(kept: int) -> None:
+    """Every term at once, at another temperature, for chunks of two sizes, in float32 and from bfloat16 logits."""
+    mixture = Mixture({name: 0.3 + index for index, name in enumerate(OBJECTIVES)}, top_k=TOP_K, temperature=0.7)
+    stream = torch.Generator().manual_seed(6)
+    for count, dtype in ((7, torch.float32), (3, torch.float32), (4, torch.bfloat16)):
+        whole = torch.randn(count, 9, generator=stream).log_softmax(-1)
+        law = target_law(whole, torch.arange(count), kept)
+        logits = torch.randn(count, kept, generator=stream).to(dtype)
+        want = loss_and_gradient(logits, law, mixture)
+        got = replace(mixture, fused=True).evaluate(logits, law)
+        assert [part.dtype for part in got] == [part.dtype for part in want]
+        for one, other in zip(got, want, strict=True):
+            torch.testing.assert_close(one, other)

@@ -25,6 +25,7 @@ from transformers import TrainerCallback
 from specdraft.config import SpecdraftError
 from specdraft.data.batches import DataRecipe, TokenRows, batch_order, collate, load_rows
 from specdraft.data.store import CaptureRecipe, capture
+from specdraft.drafters.base import ObjectiveRecipe
 from specdraft.drafters.eagle import Eagle3Recipe, default_taps
 from specdraft.reduction import law_positions
 from specdraft.target import FrozenTarget, TargetRecipe
@@ -97,6 +98,7 @@ def run_specdraft(job: Job) -> dict[str, Any]:
     target = FrozenTarget.load(job.target_recipe)
     rows, batches = load(job, target)
     drafter = build(job.eagle, target, rows)
+    drafter.objective = ObjectiveRecipe(fused=True, chunk=128)
     before = machine.resident()
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingSettings(

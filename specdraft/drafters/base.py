@@ -123,10 +123,13 @@ class ObjectiveRecipe(Recipe):
     """How much less each depth counts than the one before."""
     chunk: int = Field(default=CHUNK, ge=1)
     """Positions whose logits are held at once: memory is chunk * vocabulary * 4 bytes, about 6 + depths times."""
+    fused: bool = False
+    """Compile the passes over the vocabulary into one or two (torch.compile: needs a C++ compiler on a CPU, Triton on
+    CUDA, and some seconds at the first step). Worth it where the draft vocabulary is large."""
 
     @property
     def mixture(self) -> Mixture:
-        return Mixture(self.terms, self.top_k or 10, self.temperature)
+        return Mixture(self.terms, self.top_k or 10, self.temperature, self.fused)
 
     @field_validator("terms")
     @classmethod
