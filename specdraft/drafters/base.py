@@ -14,6 +14,7 @@ from pydantic import Field, field_validator, model_validator
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
@@ -322,7 +323,10 @@ class TrainableDrafter(PreTrainedModel):
         """
         if not is_main_process:
             return
-        tensors = {name: value.detach().contiguous() for name, value in (state_dict or self.state_dict()).items()}
+        held = state_dict or self.state_dict()
+        if shards := [name for name, value in held.items() if isinstance(value, DTensor)]:
+            raise SpecdraftError(f"{save_directory}: {', '.join(shards)} lie here in shards; give the whole state_dict")
+        tensors = {name: value.detach().contiguous() for name, value in held.items()}
         config = self.servable_config()
         check_tensors(tensors, type(self)(self.config_from_servable(config)).state_dict(), str(save_directory))
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())

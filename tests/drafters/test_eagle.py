@@ -199,7 +199,7 @@ def test_t17_partial_rotary_turns_the_dims_that_the_target_turns_also_after_a_lo
 @pytest.mark.parametrize(
     ("rope", "said"), [({"rope_type": "spiral"}, "spiral"), ({"mrope_section": [1, 1, 2]}, "mrope_section")]
 )
-def test_t17_t19_unknown_rotary_positions_are_refused(rope: dict[str, Any], said: str) -> None:
+def test_t17_t19_t34_unknown_rotary_positions_are_refused(rope: dict[str, Any], said: str) -> None:
     with pytest.raises(SpecdraftError, match=said):
         rope_of({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, **rope}}, "the target")
 
