@@ -65,6 +65,27 @@ STAGES = {
         "Measure a drafter on prompts: alpha, tau, speed, losslessness; report.json, .md and .html.",
         "specdraft eval --config configs/eagle3-smollm2-135m/eval.yaml",
     ),
+    "tune": Stage(
+        "specdraft.evaluation.tune",
+        "TuneRecipe",
+        "tune",
+        "Which drafter, chain or tree is best, up to which batch size; replayed where that is exact, then confirmed.",
+        "specdraft tune --config configs/tune-smollm2-135m.yaml",
+    ),
+    "export": Stage(
+        "specdraft.export",
+        "ExportRecipe",
+        "export",
+        "Write a trained drafter in the layout that an engine loads, and check it in a fresh process.",
+        "specdraft export --config configs/export-smollm2-135m.yaml format=safeailab",
+    ),
+    "import": Stage(
+        "specdraft.export",
+        "ImportRecipe",
+        "import_drafter",
+        "Take over a drafter that others trained, whatever layout it has, so that it can be measured here.",
+        "specdraft import folder=their-head target.name=the-target output=runs/their-head",
+    ),
 }
 
 Config = Annotated[
@@ -72,6 +93,9 @@ Config = Annotated[
     typer.Option("--config", "-c", metavar="FILE", help="YAML recipe; give it again for a layer on top of the first."),
 ]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that win over the files.")]
+CheckLossless = Annotated[
+    bool, typer.Option("--check-lossless", help="Exit with 1 where a system is not lossless: check_lossless=true.")
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe as YAML and stop.")]
 
 
@@ -104,8 +128,16 @@ def _add_verb(name: str, stage: Stage) -> None:
     def verb(config: Config = None, overrides: Overrides = None, dry_run: DryRun = False) -> None:
         run(name, config or [], overrides or [], dry_run)
 
-    verb.__doc__ = f"{stage.help}\n\nExample: {stage.example}"
-    app.command(name, cls=StageCommand, help=verb.__doc__, no_args_is_help=True)(verb)
+    def checked(
+        config: Config = None,
+        overrides: Overrides = None,
+        check_lossless: CheckLossless = False,
+        dry_run: DryRun = False,
+    ) -> None:
+        run(name, config or [], [*(overrides or []), *["check_lossless=true"] * check_lossless], dry_run)
+
+    help_ = f"{stage.help}\n\nExample: {stage.example}"
+    app.command(name, cls=StageCommand, help=help_, no_args_is_help=True)(checked if name == "eval" else verb)
 
 
 def run(name: str, paths: list[Path], overrides: list[str], dry_run: bool = False) -> None:

@@ -19,8 +19,8 @@ from specdraft.config import SpecdraftError
 from specdraft.dice import Dice, SeededDice
 from specdraft.drafters.base import Drafter
 from specdraft.target import FrozenTarget
-from specdraft.tree import DraftTree
-from specdraft.verify import Thresholds, Verdict, typical, verify
+from specdraft.tree import ALONE, CHOSEN, ROOT, DraftTree
+from specdraft.verify import Probed, Thresholds, Verdict, typical, verify
 from specdraft.warping import Warp
 
 
@@ -50,6 +50,12 @@ class Generation:
     pit: list[float] = field(default_factory=list)
     """Sampled decoding: for each token, a uniform draw from [P(before token), P(up to token)] under the target's p, its
     tokens in falling order of probability, made by a stream of its own. Uniform on [0, 1] if tokens follow p."""
+    draft_pit: list[float | None] = field(default_factory=list)
+    """The same with the tokens in rising order of p over the draft law there: first what was drafted more often than
+    the target would write it, which a wrong rule writes too often or too seldom. None where nothing was drafted."""
+    trial_pit: list[float] = field(default_factory=list)
+    """Sampled decoding: the place of each drawn trial's token in the law that its tree says it was drawn from, accepted
+    or not; tokens of siblings drawn before it first, then in falling order. Uniform if the drafter hands on its q."""
 
 
 @dataclass
@@ -155,7 +161,7 @@ class _Batch:
                 self.roots = law
             else:
                 self.roots = self.dice.draw(law, range(len(prompts)))
-                self._transform(law[:, None], self.roots[:, None], torch.ones_like(self.roots))
+                self._transform(law[:, None], None, self.roots[:, None], torch.ones_like(self.roots))
         with self.decoding.timed("drafter_seconds", self.target.device):
             self.memory = None if self.drafter is None else self.drafter.begin(seen, self.roots, self.session)
         for row, token in enumerate(self.roots.tolist()):
@@ -174,12 +180,14 @@ class _Batch:
             p = self._law(seen.hidden)
         with self.decoding.timed("other_seconds", device):
             verdict = self._verdict(tree, p)
+            if tree.laws is not None and not self.warp.greedy:
+                self._transform_trials(tree)
             committed = self.session.commit(verdict)
             self.roots = verdict.token
             emitted = torch.cat([committed.tokens[:, 1:], torch.zeros_like(self.roots)[:, None]], 1)
             emitted.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
             if not self.warp.greedy:
-                self._transform(_laws_of(p, verdict), emitted, verdict.accepted + 1)
+                self._transform(_laws_of(p, verdict), _drafted(tree, verdict, p), emitted, verdict.accepted + 1)
             self._record(tree, verdict, emitted)
             self.decoding.passes += 1
         if self.drafter is not None and any(map(self._goes_on, self.alive)):
@@ -197,7 +205,10 @@ class _Batch:
         return logits.argmax(-1) if self.warp.greedy else self.warp(logits)
 
     def _verdict(self, tree: DraftTree, p: Tensor) -> Verdict:
-        return verify(tree, p, self.dice) if self.lossy is None else typical(tree, p, self.lossy, self.dice)
+        verdict = verify(tree, p, self.dice) if self.lossy is None else typical(tree, p, self.lossy, self.dice)
+        if torch.equal(tree.candidate, tree.present):
+            return verdict
+        return verdict._replace(probed=Probed(tree, p if self.warp.greedy else p.argmax(-1)))
 
     def _record(self, tree: DraftTree, verdict: Verdict, emitted: Tensor) -> None:
         """Append each row's tokens and round."""
@@ -221,23 +232,36 @@ class _Batch:
     def _goes_on(self, generation: Generation) -> bool:
         return not generation.ended and len(generation.tokens) < self.cap
 
-    def _transform(self, laws: Tensor, tokens: Tensor, counts: Tensor) -> None:
-        """Record the randomised probability integral transform of tokens [rows, n], of which `counts` were emitted."""
-        laws, ids = laws.double(), torch.arange(laws.shape[-1], device=laws.device)
-        mass = laws.gather(-1, tokens[..., None])
-        before = (laws > mass) | ((laws == mass) & (ids < tokens[..., None]))
-        below, mass = torch.where(before, laws, 0).sum(-1), mass[..., 0]
+    def _transform(self, laws: Tensor, drafted: Tensor | None, tokens: Tensor, counts: Tensor) -> None:
+        """Record the randomised probability integral transforms of tokens [rows, n], of which `counts` were emitted."""
+        laws = laws.double()
+        by_law = _places(laws, -laws, tokens)
+        if drafted is not None:
+            by_draft = _places(laws, laws / drafted.double(), tokens)
+            offered = (drafted > 0).any(-1).tolist()
         for row, count in enumerate(counts.tolist()):
             generation = self.alive[row]
             for step in range(min(count, self.cap - len(generation.tokens))):
-                generation.pit.append(float(below[row, step] + mass[row, step] * self.pit_dice.uniform([row])[0]))
+                inside = float(self.pit_dice.uniform([row])[0])
+                generation.pit.append(by_law[0][row][step] + inside * by_law[1][row][step])
+                seen = drafted is not None and offered[row][step]
+                generation.draft_pit.append(by_draft[0][row][step] + inside * by_draft[1][row][step] if seen else None)
+
+    def _transform_trials(self, tree: DraftTree) -> None:
+        """Record the transforms of the tokens that were drawn."""
+        drawn, (before, own) = _trial_places(tree)
+        for row, trials in enumerate(drawn.tolist()):
+            for trial in (place for place, made in enumerate(trials) if made):
+                inside = float(self.pit_dice.uniform([row])[0])
+                self.alive[row].trial_pit.append(before[row][trial] + inside * own[row][trial])
 
     def _drop_ended(self) -> None:
         rows = [row for row, generation in enumerate(self.alive) if self._goes_on(generation)]
         if len(rows) == len(self.alive):
             return
         for generation in self.alive:
-            del generation.pit[len(generation.tokens) :]  # of tokens that were trimmed
+            for places in (generation.pit, generation.draft_pit):
+                del places[len(generation.tokens) :]  # of tokens that were trimmed
         self.alive = [self.alive[row] for row in rows]
         if not rows:
             return
@@ -261,6 +285,51 @@ def _laws_of(p: Tensor, verdict: Verdict) -> Tensor:
     nodes = torch.cat([torch.zeros_like(verdict.accepted)[:, None], verdict.path + 1], 1)
     nodes = nodes[:, : int(verdict.accepted.max()) + 1].clamp(min=0)
     return p[torch.arange(len(p), device=p.device)[:, None], nodes]
+
+
+def _drafted(tree: DraftTree, verdict: Verdict, p: Tensor) -> Tensor:
+    """How many trials at the root and at each accepted node are to propose each token, [batch, 1 + most accepted, V]:
+    the sum of their laws, one-hot where chosen. It is settled before any of them is drawn, so it tells nothing of the
+    token that is emitted there."""
+    most = int(verdict.accepted.max())
+    at = torch.cat([torch.full_like(verdict.accepted, ROOT)[:, None], verdict.path[:, :most]], 1)
+    at[:, 1:][at[:, 1:] < 0] = ROOT - 1  # beyond the accepted nodes no trial took place
+    index = tree.draws.node.clamp(min=0)
+    real = (tree.draws.node >= 0) & (tree.candidate & tree.present).gather(1, index)
+    here = real[:, None] & (tree.parents.gather(1, index)[:, None] == at[..., None])
+    chosen, each = tree.draws.law == CHOSEN, (*here.shape[:2], -1)
+    found = p.new_zeros(*here.shape[:2], p.shape[-1])
+    found.scatter_add_(2, tree.tokens.gather(1, index)[:, None].expand(each), (here & chosen[:, None]).to(p))
+    if tree.laws is not None:
+        trials = p.new_zeros(*here.shape[:2], tree.laws.shape[1])
+        trials.scatter_add_(2, tree.draws.law.clamp(min=0)[:, None].expand(each), (here & ~chosen[:, None]).to(p))
+        found += trials @ tree.laws.to(p)
+    return found
+
+
+def _trial_places(tree: DraftTree) -> tuple[Tensor, tuple[list[list[float]], list[list[float]]]]:
+    """Which trials were drawn, bool [batch, draws], and each one's `_places` in its law. Tokens of earlier siblings
+    come first; where they were drawn with it without replacement, its law is what they left."""
+    assert tree.laws is not None
+    draws, index = tree.draws, tree.draws.node.clamp(min=0)
+    drawn = (draws.node >= 0) & (draws.law != CHOSEN) & tree.present.gather(1, index)
+    parent, tokens = tree.parents.gather(1, index), tree.tokens.gather(1, index)
+    earlier = (drawn[:, None] & (parent[..., None] == parent[:, None])).tril(-1)
+    together = earlier & (draws.group[..., None] == draws.group[:, None]) & (draws.group != ALONE)[:, None]
+    law = tree.laws[torch.arange(tree.batch, device=index.device)[:, None], draws.law.clamp(min=0)].double()
+    siblings = tokens[:, None].expand(earlier.shape)
+    law = law * (torch.zeros_like(law).scatter_add_(2, siblings, together.double()) == 0)
+    law = law / law.sum(-1, keepdim=True)
+    return drawn, _places(law, -law - torch.zeros_like(law).scatter_add_(2, siblings, earlier.double()), tokens)
+
+
+def _places(laws: Tensor, keys: Tensor, tokens: Tensor) -> tuple[list[list[float]], list[list[float]]]:
+    """Of each token [rows, n], with the vocabulary in rising order of `keys` [rows, n, V] and then of id: the
+    probability of what stands before it under `laws`, and its own."""
+    own, ids = tokens[..., None], torch.arange(laws.shape[-1], device=laws.device)
+    key = keys.gather(-1, own)
+    before = (keys < key) | ((keys == key) & (ids < own))
+    return torch.where(before, laws, 0).sum(-1).tolist(), laws.gather(-1, own)[..., 0].tolist()
 
 
 def _seed(seed: int, index: int, stream: int) -> int:

@@ -299,7 +299,7 @@ def law_positions(labels: Tensor, shift: int) -> Tensor:
     held = supervised.roll(-1, dims=1)
     held[:, -1:] = False
     held[:, :shift] = False
-    for back in range(shift):
+    for back in range(min(shift, supervised.shape[1])):
         held[:, back:] &= supervised[:, : supervised.shape[1] - back]
     return held
 

@@ -135,6 +135,13 @@ class DraftTree:
         laws = None if self.laws is None else self.laws[index]
         return DraftTree(*nodes, Draws(*(d[index] for d in self.draws)), laws)
 
+    def only(self, rows: Tensor) -> "DraftTree":
+        """The same batch with the trees of `rows` (bool [batch]) alone; the others are left without a node."""
+        mine = rows[:, None]
+        draws = self.draws._replace(node=self.draws.node.masked_fill(~mine, NO_NODE))
+        nodes = (self.tokens, self.parents, self.present & mine, self.candidate & mine)
+        return DraftTree(*nodes, draws, self.laws)
+
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Several drafters' trees for the same rows as one (SpecInfer, arXiv:2305.09781); one tree alone is deduplicated.

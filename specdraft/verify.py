@@ -30,6 +30,15 @@ class Thresholds(NamedTuple):
     delta: float
 
 
+class Probed(NamedTuple):
+    """What the target says at every node of a tree with probes, for the drafter that planted them."""
+
+    tree: DraftTree
+    """As it was verified: a drafter finds its own nodes by their tokens, whatever stands beside them."""
+    likeliest: Tensor
+    """int64 [batch, 1 + nodes]: the target's likeliest token after the root (index 0) and after each node."""
+
+
 class Verdict(NamedTuple):
     """What one target pass decided; depth = max(1, the tree's depth), column d - 1 is depth d."""
 
@@ -45,6 +54,8 @@ class Verdict(NamedTuple):
     """float [batch, depth]: where offered, the probability that some candidate is accepted, given the tokens of all
     trials but the last: 1 - prod_{i<m} (1 - min(1, r_i(x_i) / q_i(x_i))) * (1 - sum_x min(r_m(x), q_m(x))).
     Its mean is alpha; in a chain it is sum_x min(p(x), q(x)). 0 elsewhere."""
+    probed: Probed | None = None
+    """Where the tree has probes: what the target says at them. The decoding loop fills it in."""
 
 
 def verify(tree: DraftTree, p: Tensor, dice: Dice) -> Verdict:

@@ -24,11 +24,11 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 # A module imports only from those left of it; a folder is one place in the line.
 ORDER = (
     "config provenance theory warping dice tree verify objectives reduction attention packing kvcache causal target "
-    "data drafters formats decoding evaluation trainer training quantize publish cli"
+    "data drafters formats decoding evaluation trainer training quantize export publish cli"
 ).split()
 PURE = "theory warping dice tree verify objectives reduction attention".split()
 IMPURE = {"pathlib", "os", "io", "json", "yaml", "omegaconf", "pydantic", "datasets", "accelerate", "safetensors"}
-SHARED_BY_DRAFTERS = {"base", "blocks", "heads", "mtp_native", "proposals", "recurrence", "vocabulary"}
+SHARED_BY_DRAFTERS = {"base", "blocks", "heads", "mtp_native", "proposals", "recurrence", "several", "vocabulary"}
 
 
 @functools.cache

@@ -36,3 +36,9 @@ def test_law_positions_at_the_edges_of_a_fully_supervised_row() -> None:
 def test_a_gap_between_two_answers_ends_the_run() -> None:
     labels = torch.tensor([[IGNORED, 1, 2, IGNORED, 4, 5, 6]])
     assert (law_positions(labels, 2)[0].nonzero().squeeze(-1) - 2).tolist() == [3]
+
+
+def test_a_row_shorter_than_the_shift_holds_no_law() -> None:
+    labels = torch.tensor([[5, 6, 7]])
+    for shift in (2, 3, 6):
+        assert not law_positions(labels, shift).any()

@@ -26,8 +26,6 @@ class EagleRecipe(DrafterRecipe):
 
     unroll: int = Field(default=4, ge=1)
     """Depths trained: how many steps the drafter is unrolled on its own outputs."""
-    start: Literal["target", "random"] = "target"
-    """Begin with the target's last layer (EAGLE-3: its final norm and output rows too) where it fits, or at random."""
     intermediate_size: int | None = None
     """Width of its MLP. Unset: the target's."""
 
@@ -35,6 +33,8 @@ class EagleRecipe(DrafterRecipe):
 class Eagle3Recipe(EagleRecipe):
     kind: Literal["eagle3"] = "eagle3"
     """The drafting method."""
+    start: Literal["target", "random"] = "target"
+    """Begin with the target's last layer, final norm and output rows where they fit, or at random."""
     taps: tuple[int, ...] | None = None
     """Target layers that it reads (k: after layer k). Unset: early, middle and late, as every engine defaults to."""
     vocabulary: int | None = None
@@ -44,6 +44,9 @@ class Eagle3Recipe(EagleRecipe):
 class Eagle1Recipe(EagleRecipe):
     kind: Literal["eagle1"] = "eagle1"
     """The drafting method."""
+    start: Literal["identity", "random"] = "identity"
+    """Begin by handing the target's feature on as it is, or at random. The target's last layer is no beginning: it
+    speaks in the scale of what comes before the final norm, and this one recurs on what comes after it."""
 
 
 class Eagle3Config(DecoderConfig):
@@ -53,10 +56,16 @@ class Eagle3Config(DecoderConfig):
 
     draft_vocab_size: int = 0
     taps: list[int] | None = None
+    norm_before_residual: bool = False
+    """Attention's output is added to the normed feature, as in some heads that others train. Ours never ask for it:
+    not every engine honours it."""
 
 
 class Eagle1Config(DecoderConfig):
     model_type = "specdraft_eagle1"
+
+    fc_bias: bool = False
+    """A bias behind the fusion, as in heads that others train; vLLM ignores it, and ours have none."""
 
 
 class Eagle3Layer(nn.Module):
@@ -150,8 +159,10 @@ class Eagle3Drafter(RecurrentDrafter):
 
     def project(self, embedded: Tensor, feature: Tensor) -> Slots:
         layer, attn = self.midlayer, self.midlayer.self_attn
-        both = torch.cat([layer.input_layernorm(embedded), layer.hidden_norm(feature)], -1)
-        return Slots(feature, *(attn.split(part(both)) for part in (attn.q_proj, attn.k_proj, attn.v_proj)))
+        normed = layer.hidden_norm(feature)
+        both = torch.cat([layer.input_layernorm(embedded), normed], -1)
+        residual = normed if self.config.norm_before_residual else feature
+        return Slots(residual, *(attn.split(part(both)) for part in (attn.q_proj, attn.k_proj, attn.v_proj)))
 
     def finish(self, residual: Tensor, attended: Tensor) -> Tensor:
         return _after_attention(self.midlayer, residual, attended)
@@ -174,7 +185,7 @@ class Eagle3Drafter(RecurrentDrafter):
             **config.servable(),
             "draft_vocab_size": config.draft_vocab_size,
             "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
-            "norm_before_residual": False,
+            "norm_before_residual": config.norm_before_residual,
             "eagle_aux_hidden_state_layer_ids": taps,
             "eagle_config": {
                 "use_aux_hidden_state": True,
@@ -192,7 +203,8 @@ class Eagle3Drafter(RecurrentDrafter):
     def config_from_servable(cls, written: dict[str, Any]) -> Eagle3Config:
         own = {name: value for name, value in written["specdraft"].items() if name != "drafter"}
         taps = written["eagle_aux_hidden_state_layer_ids"]
-        return Eagle3Config.from_servable(written, draft_vocab_size=written["draft_vocab_size"], taps=taps, **own)
+        own |= {name: written[name] for name in ("draft_vocab_size", "norm_before_residual")}
+        return Eagle3Config.from_servable(written, taps=taps, **own)
 
 
 class Eagle1Drafter(SharedHeadDrafter):
@@ -203,18 +215,19 @@ class Eagle1Drafter(SharedHeadDrafter):
 
     def __init__(self, config: Eagle1Config) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=config.fc_bias)
         self.layers = nn.ModuleList([Eagle1Layer(config)])
         self.post_init()
 
     @classmethod
     def for_target(cls, target: FrozenTarget, recipe: Eagle1Recipe, counts: Tensor) -> "Eagle1Drafter":
         drafter = cls(Eagle1Config.like(target, recipe.intermediate_size, unroll=recipe.unroll))
-        if recipe.start == "target":
+        if recipe.start == "identity":
             with torch.no_grad():
                 width = target.hidden_size
                 drafter.fc.weight.zero_()[:, width:] = torch.eye(width)
-                copy_layer(drafter._layer, target)
+                drafter._layer.self_attn.o_proj.weight.zero_()
+                drafter._layer.mlp.down_proj.weight.zero_()
         drafter.attach(target)
         nn.Module.to(drafter, target.device)
         return drafter
@@ -246,6 +259,7 @@ class Eagle1Drafter(SharedHeadDrafter):
             "specdraft": {
                 "drafter": "eagle1",
                 "target_hidden_size": config.target_hidden_size,
+                "fc_bias": config.fc_bias,
                 "unroll": config.unroll,
                 "trained_length": config.trained_length,
             },

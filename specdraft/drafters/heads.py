@@ -66,11 +66,11 @@ class HeadsConfig(DrafterConfig):
 
 
 class ResidualBlocks(nn.Module):
-    """x + SiLU(W x), `layers` times over: where every W is zero, the identity."""
+    """x + SiLU(W x), `layers` times over, W with a bias if asked: where all is zero, the identity."""
 
-    def __init__(self, width: int, layers: int) -> None:
+    def __init__(self, width: int, layers: int, bias: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=bias) for _ in range(layers))
 
     def forward(self, hidden: Tensor) -> Tensor:
         for layer in self.layers:

@@ -31,6 +31,8 @@ class MedusaConfig(HeadsConfig):
     model_type = "specdraft_medusa"
 
     head: Literal["target", "own"] = "target"
+    bias: bool = False
+    """Of the residual blocks, as in heads that others train; ours have none."""
 
 
 class MedusaDrafter(HeadsDrafter):
@@ -41,7 +43,7 @@ class MedusaDrafter(HeadsDrafter):
     def __init__(self, config: MedusaConfig) -> None:
         super().__init__(config)
         width = config.target_hidden_size
-        self.blocks = nn.ModuleList(ResidualBlocks(width, config.layers) for _ in range(config.heads))
+        self.blocks = nn.ModuleList(ResidualBlocks(width, config.layers, config.bias) for _ in range(config.heads))
         if config.head == "own":
             own = (nn.Linear(width, config.vocab_size, bias=False) for _ in range(config.heads))
             self.lm_heads = nn.ModuleList(own)
@@ -103,7 +105,7 @@ class MedusaDrafter(HeadsDrafter):
             "architectures": ["MedusaModel"],
             "model_type": "medusa",
             **self.config.servable(),
-            "medusa_fc_bias": False,
+            "medusa_fc_bias": self.config.bias,
             "original_lm_head": self.config.head == "target",
             "torch_dtype": str(self.dtype).removeprefix("torch."),
             "specdraft": {"drafter": "medusa", "trained_length": self.config.trained_length},
@@ -111,4 +113,5 @@ class MedusaDrafter(HeadsDrafter):
 
     @classmethod
     def config_from_servable(cls, written: dict[str, Any]) -> MedusaConfig:
-        return MedusaConfig.from_servable(written, head="target" if written["original_lm_head"] else "own")
+        head = "target" if written["original_lm_head"] else "own"
+        return MedusaConfig.from_servable(written, head=head, bias=written["medusa_fc_bias"])

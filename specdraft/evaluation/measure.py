@@ -18,7 +18,7 @@ from specdraft.decoding import Generation, generate
 from specdraft.drafters.base import Drafter, Shape
 from specdraft.evaluation import exhibits
 from specdraft.evaluation.costs import costs, time_parts
-from specdraft.evaluation.lossless import check_sampled, compare_greedy, lossy_by_choice
+from specdraft.evaluation.lossless import TIE_FACTOR, check_sampled, compare_greedy, lossy_by_choice
 from specdraft.evaluation.prompts import Prompt, read_prompts, seen_in_training
 from specdraft.evaluation.report import Estimate, Losslessness, Report, RunTime, Setting, SystemReport
 from specdraft.evaluation.statistics import Bootstrap, acceptance
@@ -66,8 +66,9 @@ class EvalRecipe(Recipe):
     """Also decode without a drafter: needed for the speed-up, and for the verdict on greedy answers."""
     bootstrap_samples: int = Field(default=2000, ge=100)
     """Resamples behind each interval."""
-    tie_margin: float = Field(default=0.25, ge=0)
-    """Half precision: a greedy answer may part from plain decoding where the two best logits are no further apart."""
+    tie_factor: float = Field(default=TIE_FACTOR, ge=0)
+    """Half precision: a greedy answer may part from plain decoding where both tokens lie within so many times what the
+    dtype itself does to the target's logits there (its plain pass against float32) of the best logit."""
     shown: int = Field(default=8, ge=0)
     """Answers shown in the report for each system."""
     training_prompts: tuple[str, ...] = ()
@@ -283,7 +284,7 @@ def _losslessness(
     if plain is None:
         return Losslessness(verdict="not certified", reason="plain decoding was not run")
     ids = [prompt.ids for prompt in prompts]
-    return compare_greedy(target, ids, plain.generations, run.generations, recipe.tie_margin)
+    return compare_greedy(target, ids, plain.generations, run.generations, recipe.tie_factor)
 
 
 def _setting(

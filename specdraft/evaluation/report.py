@@ -66,14 +66,16 @@ DEFINITIONS: dict[str, str] = {
     ),
     "lossless, greedy": (
         "Every answer equals plain decoding's token for token. In half precision a pass over several tokens rounds "
-        "otherwise than a pass over one, so an answer may part where the target itself has two nearly equal best "
-        "tokens: each parting is listed with the margin between the target's two best logits there, computed again "
-        "in float32."
+        "otherwise than a pass over one, so an answer may part where the target itself has nearly equal best tokens: "
+        "where both tokens lie, in float32, within tie_factor * e of the best logit, e being the largest change of any "
+        "logit between the target's plain passes in its own dtype and in float32 there. Each parting is listed."
     ),
     "lossless, sampled": (
         "Each emitted token's place in the target's law (its randomised probability integral transform) is uniform "
-        "on (0, 1) if and only if tokens follow that law; Kolmogorov-Smirnov test over all tokens, failed below p = "
-        "0.001. A run without these values is not certified."
+        "on (0, 1) if and only if tokens follow that law. Tested (Kolmogorov-Smirnov): the places with tokens in order "
+        "of p, and of p over the draft law, the mean of the latter, and the places of drawn drafts in the law that the "
+        "drafter hands on. Failed below p = 0.001, the smallest p times the number of tests: at most one lossless run "
+        "in a thousand fails. A run without these values is not certified."
     ),
     "lossy by choice": (
         "Typical acceptance was asked for: a token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), "
@@ -201,6 +203,10 @@ class Divergence(Section):
     """None: the answer had ended."""
     top2_margin: float
     """Target's best logit minus its second, in float32, after the tokens that both share."""
+    gap: float | None = None
+    """Best logit minus the lower of the two tokens' own, there, in float32; None where one answer had ended."""
+    rounding: float | None = None
+    """Largest change of any logit there between the target's own dtype and float32, by plain passes."""
 
 
 class Losslessness(Section):

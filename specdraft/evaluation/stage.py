@@ -9,12 +9,15 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
-from specdraft.config import Recipe
+from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import DataRecipe, load_rows
 from specdraft.drafters import load_drafter
 from specdraft.drafters.base import Drafter
 from specdraft.drafters.early_exit import LayersDrafter, SearchRecipe, search
+from specdraft.drafters.ensemble import EnsembleDrafter
+from specdraft.drafters.hybrid import HybridDrafter
 from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.lookahead import LookaheadDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.evaluation import page
 from specdraft.evaluation.measure import EvalRecipe, evaluate
@@ -119,7 +122,62 @@ class EarlyExitSource(Recipe):
         return LayersDrafter(target, found.layers)
 
 
-Source = TrainedSource | LMSource | LookupSource | EarlyExitSource
+class LookaheadSource(Recipe):
+    kind: Literal["lookahead"]
+    """The target's own Jacobi iteration: nothing to load. Every pass scores window * (ngram - 1) guesses more."""
+    window: int = Field(default=7, ge=1)
+    """Positions that are guessed at once."""
+    ngram: int = Field(default=5, ge=2)
+    """Tokens of the n-grams that are collected; one of them is the root, the rest is drafted."""
+    guesses: int = Field(default=7, ge=1)
+    """Most n-grams that are kept of each first token, and tried at once where a tree is drafted."""
+
+    @property
+    def name(self) -> str:
+        return f"lookahead (window {self.window}, {self.ngram}-grams)"
+
+    def load(self, target: FrozenTarget) -> Drafter:
+        return LookaheadDrafter(self.window, self.ngram, self.guesses)
+
+
+One = Annotated[
+    TrainedSource | LMSource | LookupSource | EarlyExitSource | LookaheadSource, Field(discriminator="kind")
+]
+
+
+class HybridSource(Recipe):
+    kind: Literal["hybrid"]
+    """Prompt lookup where it has something to offer, another drafter everywhere else."""
+    first: LookupSource = LookupSource(kind="lookup")
+    """Tried first: prompt lookup, which alone of all has now and then nothing to offer. Drafts chains."""
+    second: One
+    """Drafts in the rows in which the first has nothing."""
+    least: int = Field(default=1, ge=1)
+    """How many tokens the first must offer to be used."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.first.name}, else {self.second.name}"
+
+    def load(self, target: FrozenTarget) -> Drafter:
+        return HybridDrafter(self.first.load(target), self.second.load(target), self.least)
+
+
+class EnsembleSource(Recipe):
+    kind: Literal["ensemble"]
+    """Several drafters at once, their drafts merged into one tree."""
+    drafters: tuple[One, ...] = Field(min_length=2)
+    """Which, the best one first. All of them must know the shape that an evaluation asks for."""
+
+    @property
+    def name(self) -> str:
+        return " + ".join(drafter.name for drafter in self.drafters)
+
+    def load(self, target: FrozenTarget) -> Drafter:
+        return EnsembleDrafter([drafter.load(target) for drafter in self.drafters])
+
+
+Source = TrainedSource | LMSource | LookupSource | EarlyExitSource | LookaheadSource | HybridSource | EnsembleSource
 
 
 class EvaluateRecipe(Recipe):
@@ -131,6 +189,8 @@ class EvaluateRecipe(Recipe):
     """On what, and how."""
     output: Path
     """Folder for report.json, report.md and report.html."""
+    check_lossless: bool = False
+    """Fail, once the report is written, where some system's verdict is not lossless."""
 
 
 def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -158,7 +218,16 @@ def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
         )
     page.write(report, recipe.output)
     console.print(page.table(report))
+    if recipe.check_lossless:
+        require_lossless(report)
     return summary(report, recipe.output)
+
+
+def require_lossless(report: Report) -> None:
+    """Raises SpecdraftError that names each system whose verdict is failed, not certified or lossy by choice."""
+    if found := [system for system in report.systems if not system.losslessness.lossless]:
+        verdicts = "; ".join(f"{s.name}: {s.losslessness.verdict}, {s.losslessness.reason}" for s in found)
+        raise SpecdraftError(f"{len(found)} of {len(report.systems)} systems not shown to be lossless. {verdicts}")
 
 
 def _bar(what: str, console: Console) -> Progress:
@@ -181,8 +250,14 @@ def summary(report: Report, folder: Path) -> dict[str, Any]:
 
 
 def _training_of(source: Source) -> tuple[int | None, tuple[str, ...]]:
-    """Longest training sample, and the files of training answers that are still there."""
-    if not isinstance(source, TrainedSource) or not (source.folder / FILE_NAME).exists():
-        return None, ()
-    data = Provenance.read(source.folder).recipe.get("data", {})
-    return data.get("max_length"), tuple(name for name in data.get("answers", ()) if Path(name).is_file())
+    """Longest sample that every trained drafter has seen, and the files of training answers that are still there."""
+    parts: tuple[Source, ...] = (source,)
+    if isinstance(source, HybridSource):
+        parts = (source.first, source.second)
+    elif isinstance(source, EnsembleSource):
+        parts = source.drafters
+    folders = [part.folder for part in parts if isinstance(part, TrainedSource) and (part.folder / FILE_NAME).exists()]
+    data = [Provenance.read(folder).recipe.get("data", {}) for folder in folders]
+    lengths = [one["max_length"] for one in data if one.get("max_length") is not None]
+    answers = dict.fromkeys(name for one in data for name in one.get("answers", ()) if Path(name).is_file())
+    return min(lengths, default=None), tuple(answers)

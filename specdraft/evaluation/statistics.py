@@ -52,6 +52,19 @@ class Bootstrap:
         low, high = np.percentile(resampled, self._tails)
         return Estimate(value=value, low=float(low), high=float(high))
 
+    def difference(self, one: tuple[Array, Array], other: tuple[Array, Array]) -> Estimate:
+        """The ratio `one` minus the ratio `other`, each of sums of float [count]; paired, as `quotient` is."""
+        sums = [part.sum() for part in (*one, *other)]
+        if sums[1] == 0 or sums[3] == 0:
+            return Estimate(value=None)
+        value = float(sums[0] / sums[1] - sums[2] / sums[3])
+        a, b, c, d = (self._weights @ part for part in (*one, *other))
+        whole = (b != 0) & (d != 0)
+        if np.count_nonzero((one[1] != 0) & (other[1] != 0)) < 2 or not whole.any():
+            return Estimate(value=value)
+        low, high = np.percentile(a[whole] / b[whole] - c[whole] / d[whole], self._tails)
+        return Estimate(value=value, low=float(low), high=float(high))
+
 
 @dataclass(frozen=True)
 class RoundTable:

@@ -20,8 +20,10 @@ from torch import Tensor
 
 from specdraft.config import SpecdraftError
 from specdraft.drafters import load_drafter
+from specdraft.drafters.base import TrainableDrafter
 from specdraft.drafters.mtp import MTPDrafter
 from specdraft.drafters.mtp_native import INDEX, SINGLE, Checkpoint, reordered, stored_name
+from specdraft.formats.contents import Folder
 
 SHARD = "model-mtp.safetensors"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -37,9 +39,20 @@ def stitch(drafter_folder: Path, target_folder: Path, out_folder: Path) -> None:
     The target's files are linked, or copied from another disk; its tensors are never loaded. Raises SpecdraftError if
     the drafter has no MTP modules, or the target's checkpoint no place for them.
     """
-    drafter = load_drafter(drafter_folder)
+    write(load_drafter(drafter_folder), target_folder, out_folder)
+
+
+def recognise(folder: Folder) -> bool:
+    """Whether a target's checkpoint brings MTP modules."""
+    settings = folder.config.get("text_config", folder.config)
+    starts = ("model.mtp_layers.", "mtp.layers.", f"model.layers.{settings.get('num_hidden_layers')}.")
+    return "fc.weight" not in folder.files and any(name.startswith(starts) for name in folder.files)
+
+
+def write(drafter: TrainableDrafter, target_folder: Path, out_folder: Path) -> None:
+    """`stitch`, of a drafter that has been loaded."""
     if not isinstance(drafter, MTPDrafter):
-        raise SpecdraftError(f"{drafter_folder} holds a {type(drafter).__name__}, which has no MTP modules to stitch")
+        raise SpecdraftError(f"a {type(drafter).__name__} has no MTP modules to stitch")
     if out_folder.exists():
         raise SpecdraftError(f"{out_folder} is there already: remove it, or name another folder")
     checkpoint, family = Checkpoint(target_folder), drafter.config.family
