@@ -1,5 +1,6 @@
 """The exact law of what the real decoding loop emits, with any drafter, over a tiny float64 target."""
 
+from collections.abc import Sequence
 from itertools import product
 from typing import NamedTuple
 
@@ -32,15 +33,17 @@ class Joint(NamedTuple):
     """Drafted tokens that were accepted, on average."""
 
 
-def joint(target: FrozenTarget, drafter: Drafter, length: int) -> Joint:
-    """Over every outcome of decoding the first `length` tokens."""
+def joint(
+    target: FrozenTarget, drafter: Drafter, length: int, prompt: Sequence[int] = PROMPT, warp: Warp = WARP
+) -> Joint:
+    """Over every outcome of decoding the first `length` tokens, from the prompt on."""
 
     def run(dice: ScriptedDice, rows: int) -> list[tuple[tuple[int, ...], int]]:
         found = Decoding([Generation() for _ in range(rows)])
-        work = _Batch(target, drafter, WARP, length, found, range(rows), 0, 0)
+        work = _Batch(target, drafter, warp, length, found, range(rows), 0, 0)
         work.dice = dice
         with torch.no_grad():
-            work.prefill([PROMPT] * rows)
+            work.prefill([prompt] * rows)
             while work.alive:
                 work.round()
         return [(tuple(g.tokens), sum(r.accepted for r in g.rounds)) for g in found.generations]
@@ -50,9 +53,9 @@ def joint(target: FrozenTarget, drafter: Drafter, length: int) -> Joint:
     laws: dict[tuple[int, ...], Tensor] = {}
     for known in range(length):
         paths = list(product(range(target.vocab_size), repeat=known))
-        tokens = torch.tensor([[*PROMPT, *path] for path in paths])
+        tokens = torch.tensor([[*prompt, *path] for path in paths])
         hidden = target.observe(tokens, torch.ones_like(tokens).bool(), ()).hidden[:, -1]
-        laws.update(zip(paths, WARP(target.head(hidden)), strict=True))
+        laws.update(zip(paths, warp(target.head(hidden)), strict=True))
     error = 0.0
     for path in product(range(target.vocab_size), repeat=length):
         want = torch.stack([laws[path[:step]][path[step]] for step in range(length)]).prod()

@@ -5,19 +5,19 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from drafting import ForcedDice
-from enumeration import EXACT, ScriptedDice, law, outcomes
+from enumeration import EXACT
+from joint_law import exact_target, joint
 from models import tiny_model
 from torch import Tensor
 
 from specdraft.config import SpecdraftError, settings
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import generate
 from specdraft.drafters import DRAFTERS, load_drafter
 from specdraft.drafters.base import Chain, Drafter, DynamicTree, Evidence, ObjectiveRecipe, Shape, StaticTree
 from specdraft.drafters.base import TrainableDrafter as Trainable
@@ -106,37 +106,14 @@ def test_e01_greedy_output_is_the_targets_in_any_batch(kind: str, shape: Shape) 
         assert [g.tokens for g in run.generations] == plain
 
 
-TINY = {"vocab_size": 4, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 @pytest.mark.parametrize("shape", [Chain(2), StaticTree(((0,), (1,), (0, 0)))], ids=["chain", "tree"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_joint_law_of_the_first_three_sampled_tokens_is_the_targets_to_rounding(kind: str, shape: Shape) -> None:
     """Every outcome of the real loop over a float64 target (LayerNorm: no float32 inside)."""
-    target = FrozenTarget(tiny_model("gpt_neox", **TINY).double())
+    target = exact_target(4)
     drafter = made(kind, target).double()
     drafter.shape = shape
-    warp, prompt = Warp(3.0), [1, 2, 3, 1, 2]
-
-    def run(dice: ScriptedDice, rows: int) -> list[tuple[int, ...]]:
-        found = Decoding([Generation() for _ in range(rows)])
-        work = _Batch(target, cast(Drafter, drafter), warp, 3, found, range(rows), 0, 0)
-        work.dice = dice
-        work.prefill([prompt] * rows)
-        while work.alive:
-            work.round()
-        return [tuple(generation.tokens) for generation in found.generations]
-
-    emitted = law(outcomes(run))
-    laws: dict[tuple[int, ...], Tensor] = {}
-    for known in range(3):
-        for path in product(range(4), repeat=known):
-            tokens = torch.tensor([[*prompt, *path]])
-            hidden = target.observe(tokens, torch.ones_like(tokens).bool(), ()).hidden[0, -1]
-            laws[path] = warp(target.head(hidden))
-    for path in product(range(4), repeat=3):
-        want = float(laws[()][path[0]] * laws[path[:1]][path[1]] * laws[path[:2]][path[2]])
-        assert abs(emitted.get(path, 0.0) - want) < EXACT
+    assert joint(target, cast(Drafter, drafter), 3, [1, 2, 3, 1, 2]).error < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -1,22 +1,22 @@
 """The loop: greedy output is the target's own, sampled output follows the target's law, whatever drafts."""
 
 from collections.abc import Callable, Sequence
-from itertools import product
 from typing import Any
 
 import pytest
 import torch
 from drafting import eagle3
-from enumeration import EXACT, ScriptedDice, law, outcomes
+from enumeration import EXACT
 from evaluation.markov import known_answer, markov_target
 from evaluation.markov import law as markov_law
+from joint_law import exact_target, joint
 from models import FAMILIES, tiny_model
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from specdraft import decoding
 from specdraft.config import SpecdraftError
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import Decoding, Generation, generate
 from specdraft.dice import Dice
 from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
 from specdraft.drafters.eagle import Eagle3Drafter
@@ -215,29 +215,9 @@ EXACT_DRAFTERS: dict[str, Callable[[FrozenTarget], Drafter]] = {
 @pytest.mark.parametrize("name", EXACT_DRAFTERS)
 def test_the_joint_law_of_the_first_three_tokens_is_the_targets_to_rounding(name: str) -> None:
     """Every outcome of the real loop over a float64 target (LayerNorm: no float32 inside), prompt to third token."""
-    target = FrozenTarget(tiny_model("gpt_neox", **TINY).double())
-    drafter = EXACT_DRAFTERS[name](target)
-    warp, prompt = Warp(3.0, top_k=3) if name == "lm" else Warp(3.0), [1, 2, 3, 1, 2]
-
-    def run(dice: ScriptedDice, rows: int) -> list[tuple[int, ...]]:
-        found = Decoding([Generation() for _ in range(rows)])
-        batch = _Batch(target, drafter, warp, 3, found, range(rows), 0, 0)
-        batch.dice = dice
-        batch.prefill([prompt] * rows)
-        while batch.alive:
-            batch.round()
-        return [tuple(generation.tokens) for generation in found.generations]
-
-    emitted = law(outcomes(run))
-    laws: dict[tuple[int, ...], Tensor] = {}
-    for known in range(3):
-        for path in product(range(SIZE), repeat=known):
-            tokens = torch.tensor([[*prompt, *path]])
-            hidden = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), ()).hidden[0, -1]
-            laws[path] = warp(target.head(hidden))
-    for path in product(range(SIZE), repeat=3):
-        want = float(laws[()][path[0]] * laws[path[:1]][path[1]] * laws[path[:2]][path[2]])
-        assert abs(emitted.get(path, 0.0) - want) < EXACT
+    target = exact_target(SIZE)
+    warp = Warp(3.0, top_k=3) if name == "lm" else Warp(3.0)
+    assert joint(target, EXACT_DRAFTERS[name](target), 3, [1, 2, 3, 1, 2], warp).error < EXACT
 
 
 def test_a_markov_target_and_draft_lm_give_the_analytic_alpha_and_tau() -> None:

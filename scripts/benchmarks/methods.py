@@ -19,18 +19,18 @@ from typing import Any, cast
 import machine
 import torch
 from rich.console import Console
-from torch import nn
 
 from specdraft.config import load_recipe
 from specdraft.data.batches import DataRecipe, load_rows
 from specdraft.data.conversations import Faults
-from specdraft.drafters import DRAFTERS, load_drafter
-from specdraft.drafters.base import Drafter
+from specdraft.drafters import DRAFTERS
+from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.evaluation import EvalRecipe, evaluate
 from specdraft.evaluation.measure import ChainSystem, TreeSystem
 from specdraft.evaluation.prompts import Prompt, read_prompts
 from specdraft.evaluation.report import SystemReport
+from specdraft.evaluation.stage import TrainedSource
 from specdraft.packing import pack_linears
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.training import TrainRecipe
@@ -84,7 +84,6 @@ class Bench:
     answers: tuple[str, ...]
     positions: int
     max_new_tokens: int
-    console: Console
 
     def overrides(self, entry: Entry, supervised: int) -> list[str]:
         """The same data and as many tokens for every entry; the rest is its config's."""
@@ -133,15 +132,13 @@ class Bench:
                 answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
                 done.write_text(answer.splitlines()[-1])
             row["training"] = json.loads(done.read_text())
-            made = load_drafter(self.run_folder(entry) / "final")
-            made.attach(self.target)
+            made = cast(TrainableDrafter, TrainedSource(folder=self.run_folder(entry) / "final").load(self.target))
         else:
             recipe = load_recipe(TrainRecipe, [path], overrides)
             counts = torch.ones(self.target.vocab_size, dtype=torch.int64)
             made = DRAFTERS[recipe.drafter.kind].for_target(self.target, recipe.drafter, counts).eval()
+            pack_linears(made)
         row["parameters"] = sum(weight.numel() for weight in made.parameters())
-        nn.Module.to(made, self.target.device)
-        pack_linears(made)
         return cast(Drafter, made)
 
     def evaluated(
@@ -244,9 +241,7 @@ def main() -> None:
     prompts = read_prompts(target, options.prompts, None, {}, Faults())[:: options.every]
     data = DataRecipe(answers=tuple(options.answers), max_length=384)
     supervised = load_rows(data, target.tokenizer, target.end_ids).report.supervised
-    bench = Bench(
-        target, prompts, options.output, tuple(options.answers), options.positions, options.max_new_tokens, console
-    )
+    bench = Bench(target, prompts, options.output, tuple(options.answers), options.positions, options.max_new_tokens)
     rows = []
     for entry in ENTRIES:
         if options.only and entry.name not in options.only:

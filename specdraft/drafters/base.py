@@ -239,7 +239,11 @@ class TrainableDrafter(PreTrainedModel):
                 f"the drafter was made for a target of width {config.target_hidden_size} with {config.vocab_size} ids; "
                 f"{target.name} has {target.hidden_size} and {target.vocab_size}"
             )
-        if (gained := target.vocab_size - config.vocab_size) > 0:
+        self._hold(target)
+
+    def _hold(self, target: FrozenTarget) -> None:
+        """The end of every `attach`, once the target is found to fit."""
+        if (gained := target.vocab_size - self.config.vocab_size) > 0:
             logger.warning("%s has %d ids more than the drafter, which never drafts them", target.name, gained)
         self._target = [target]
 

@@ -10,7 +10,6 @@ On its own text (GKD, Agarwal et al. 2023, arXiv 2306.13649): `specdraft respond
 """
 
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -39,8 +38,6 @@ from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
-
-logger = logging.getLogger(__name__)
 
 ADAPTER = "adapter"
 """Folder of the low-rank updates alone, in peft's layout, inside a drafter's."""
@@ -171,9 +168,7 @@ class LMDrafter(TrainableDrafter):
                 f"the drafter was made for a target with {self.config.vocab_size} ids; {target.name} has "
                 f"{target.vocab_size}"
             )
-        if (gained := target.vocab_size - self.config.vocab_size) > 0:
-            logger.warning("%s has %d ids more than the drafter, which never drafts them", target.name, gained)
-        self._target = [target]
+        self._hold(target)
 
     def kept_ids(self) -> Tensor | None:
         if self.config.shared == self.target.vocab_size:

@@ -11,7 +11,7 @@ from specdraft.evaluation.costs import costs, depth_of, time_parts
 from specdraft.evaluation.prompts import Prompt
 from specdraft.evaluation.replay import Overlaps, Ranks, Trace, greedy_trace, read_overlaps, read_ranks
 from specdraft.evaluation.report import Estimate
-from specdraft.evaluation.stage import Source, _training_of
+from specdraft.evaluation.stage import Source, training_of
 from specdraft.evaluation.statistics import Array, Bootstrap, Counts, RoundTable, acceptance
 from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System
 from specdraft.evaluation.tune_report import BatchPoint, Candidate, Comparison, Speed, Tuned, stops_paying, verdict
@@ -91,7 +91,7 @@ def tried(work: Work, drafters: Sequence[tuple[Source, Drafter]]) -> list[Tried]
 
 def _settled(work: Work, source: Source, drafter: Drafter) -> list[System]:
     """The shapes that this drafter is tried with, static trees calibrated."""
-    _, answers = _training_of(source)
+    _, answers = training_of(source)
     found: list[System] = []
     for system in work.systems:
         try:

@@ -201,7 +201,7 @@ def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
     """
     target = FrozenTarget.load(recipe.target)
     drafter = recipe.drafter.load(target)
-    trained_length, answers = _training_of(recipe.drafter)
+    trained_length, answers = training_of(recipe.drafter)
     settings = recipe.evaluation
     if not settings.training_prompts and answers:
         settings = settings.model_copy(update={"training_prompts": answers})
@@ -249,7 +249,7 @@ def summary(report: Report, folder: Path) -> dict[str, Any]:
     return {"report": str(folder / "report.html"), "headline": report.headline, "systems": systems}
 
 
-def _training_of(source: Source) -> tuple[int | None, tuple[str, ...]]:
+def training_of(source: Source) -> tuple[int | None, tuple[str, ...]]:
     """Longest sample that every trained drafter has seen, and the files of training answers that are still there."""
     parts: tuple[Source, ...] = (source,)
     if isinstance(source, HybridSource):

@@ -22,7 +22,7 @@ from specdraft.evaluation.candidates import Tried, Work, compared, tried
 from specdraft.evaluation.measure import FEW, EvalRecipe, evaluate
 from specdraft.evaluation.prompts import Prompt, read_prompts
 from specdraft.evaluation.report import Estimate, speed_sentence
-from specdraft.evaluation.stage import Source, _training_of
+from specdraft.evaluation.stage import Source, training_of
 from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System, TreeSystem
 from specdraft.evaluation.tune_report import Candidate, Comparison, Confirmation, Tuning, table
 from specdraft.provenance import Provenance
@@ -231,7 +231,7 @@ def _confirmed(recipe: TuneRecipe, work: Work, found: Sequence[Tried]) -> list[C
 
 def _confirmation(recipe: TuneRecipe, work: Work, each: Tried, chosen: Sequence[Candidate]) -> list[Confirmation]:
     prompts = work.prompts[: recipe.confirm_prompts]
-    trained_length, answers = _training_of(each.source)
+    trained_length, answers = training_of(each.source)
     settings = EvalRecipe(
         systems=tuple(each.systems[candidate.system] for candidate in chosen),
         temperature=recipe.temperature,

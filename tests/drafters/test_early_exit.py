@@ -1,14 +1,14 @@
 """The target drafts with its own layers: its session is left as it was, and what it drafts is what those layers say."""
 
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from drafting import ForcedDice, token_rows
-from enumeration import EXACT, ScriptedDice, law, outcomes
+from enumeration import EXACT
+from joint_law import exact_target, joint
 from models import tiny_model
 from pydantic import ValidationError
 from torch import Tensor
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from specdraft.causal import Session
 from specdraft.config import SpecdraftError
 from specdraft.data.batches import collate
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import Generation, generate
 from specdraft.drafters import load_drafter
 from specdraft.drafters.base import Chain, Drafter, DynamicTree, Evidence, Shape
 from specdraft.drafters.early_exit import EarlyExitDrafter, EarlyExitRecipe, LayersDrafter, SearchRecipe, search
@@ -193,30 +193,12 @@ def test_with_all_its_layers_the_target_accepts_every_draft(family: str) -> None
         assert all(turn.accepted == turn.offered == 4 for turn in rounds)
 
 
-TINY = {"vocab_size": 4, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 @pytest.mark.parametrize("shape", [Chain(2), DynamicTree(2, 2, 4)], ids=["chain", "tree"])
 def test_the_joint_law_of_three_tokens_is_the_targets_to_rounding(shape: Shape) -> None:
-    target = FrozenTarget(tiny_model("gpt_neox", **TINY).double())
+    target = exact_target(4)
     drafter = LayersDrafter(target, [1])
     drafter.shape = shape
-    warp, prompt = Warp(3.0), [1, 2, 3, 1, 2]
-
-    def run(dice: ScriptedDice, rows: int) -> list[tuple[int, ...]]:
-        found = Decoding([Generation() for _ in range(rows)])
-        batch = _Batch(target, drafter, warp, 3, found, range(rows), 0, 0)
-        batch.dice = dice
-        batch.prefill([prompt] * rows)
-        while batch.alive:
-            batch.round()
-        return [tuple(generation.tokens) for generation in found.generations]
-
-    emitted = law(outcomes(run))
-    for path in product(range(4), repeat=3):
-        laws = warp(target.head(whole(target, torch.tensor([[*prompt, *path]])).hidden[0]))
-        want = float(laws[[4, 5, 6], list(path)].prod())
-        assert abs(emitted.get(path, 0.0) - want) < EXACT
+    assert joint(target, drafter, 3, [1, 2, 3, 1, 2]).error < EXACT
 
 
 @torch.no_grad()

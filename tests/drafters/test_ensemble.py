@@ -18,7 +18,7 @@ from specdraft.drafters.ensemble import EnsembleDrafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookahead import LookaheadDrafter
 from specdraft.drafters.lookup import LookupDrafter
-from specdraft.evaluation.stage import EnsembleSource, TrainedSource, _training_of
+from specdraft.evaluation.stage import EnsembleSource, TrainedSource, training_of
 from specdraft.provenance import Provenance
 from specdraft.target import FrozenTarget
 from specdraft.warping import Warp
@@ -127,4 +127,4 @@ def test_a_recipe_makes_it_and_names_what_its_parts_were_trained_on(tmp_path: Pa
         made_by.recipe["data"] = {"max_length": length, "answers": [str(answers)]}
         made_by.write(folder)
     trained = EnsembleSource(kind="ensemble", drafters=tuple(TrainedSource(folder=folder) for folder in folders))
-    assert _training_of(trained) == (256, (str(answers),))
+    assert training_of(trained) == (256, (str(answers),))

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 from drafting import ForcedDice
-from enumeration import EXACT, ScriptedDice, law, outcomes
+from enumeration import EXACT
+from joint_law import exact_target, joint
 from models import COMMON, tiny_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
 from specdraft.config import SpecdraftError
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import generate
 from specdraft.drafters import load_drafter
 from specdraft.drafters.base import Chain, DynamicTree, Evidence, Shape, StaticTree
 from specdraft.drafters.mtp import MTPDrafter, MTPRecipe, MTPStackDrafter
@@ -157,31 +158,12 @@ def test_e01_greedy_output_is_the_targets_in_any_batch(modules: str, shape: Shap
         assert [g.tokens for g in run.generations] == plain
 
 
-TINY = {"vocab_size": 4, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-
-
 def test_the_joint_law_of_the_first_three_tokens_is_the_targets_to_rounding() -> None:
     """A module each; one for all stands in the conformance suite."""
-    target = FrozenTarget(tiny_model("gpt_neox", **TINY).double())
+    target = exact_target(4)
     drafter = drafter_for(target, "each", depths=2).double()
     drafter.shape = Chain(2)
-    warp, prompt = Warp(3.0), [1, 2, 3]
-
-    def run(dice: ScriptedDice, rows: int) -> list[tuple[int, ...]]:
-        found = Decoding([Generation() for _ in range(rows)])
-        batch = _Batch(target, drafter, warp, 3, found, range(rows), 0, 0)
-        batch.dice = dice
-        batch.prefill([prompt] * rows)
-        while batch.alive:
-            batch.round()
-        return [tuple(generation.tokens) for generation in found.generations]
-
-    emitted = law(outcomes(run))
-    for path in product(range(4), repeat=3):
-        tokens = torch.tensor([[*prompt, *path]])
-        hidden = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), ()).hidden[0, 2:5]
-        want = warp(target.head(hidden))[torch.arange(3), torch.tensor(path)].prod()
-        assert abs(emitted.get(path, 0.0) - float(want)) < EXACT
+    assert joint(target, drafter, 3, [1, 2, 3]).error < EXACT
 
 
 @pytest.mark.parametrize("modules", BOTH)

@@ -133,7 +133,7 @@ def test_training_curves_come_from_the_trainers_log(tmp_path: Path) -> None:
 
 
 def test_x07_x08_what_training_saw_is_read_from_the_drafters_provenance(target_folder: Path, tmp_path: Path) -> None:
-    from specdraft.evaluation.stage import TrainedSource, _training_of
+    from specdraft.evaluation.stage import TrainedSource, training_of
 
     answers = tmp_path / "answers.jsonl"
     answers.write_text("{}\n")
@@ -141,5 +141,5 @@ def test_x07_x08_what_training_saw_is_read_from_the_drafters_provenance(target_f
     made = Provenance.of(made_by, seed=0, target="t", fingerprint="f", data=[])
     made.recipe["data"] = {"max_length": 384, "answers": [str(answers), str(tmp_path / "gone.jsonl")]}
     made.write(tmp_path)
-    assert _training_of(TrainedSource(folder=tmp_path)) == (384, (str(answers),))
-    assert _training_of(TrainedSource(folder=tmp_path / "elsewhere")) == (None, ())
+    assert training_of(TrainedSource(folder=tmp_path)) == (384, (str(answers),))
+    assert training_of(TrainedSource(folder=tmp_path / "elsewhere")) == (None, ())
