@@ -20,6 +20,10 @@ LK_ETA = 3.0
 """How fast `lk_hybrid` passes from distillation to acceptance as the overlap grows: the paper's best."""
 
 
+LOG_ZERO = -1e4
+"""Floor of log p: its exponential is exactly 0, and 0 * log p is 0 instead of NaN."""
+
+
 class Prediction(NamedTuple):
     """What a drafter predicts at one depth: head(hidden[:, t]) is to match p[:, t + shift].
 
@@ -51,10 +55,11 @@ def sparse_law(ids: Tensor, shares: Tensor, kept_ids: Tensor | None) -> SparseLa
     return SparseLaw(columns, shares * (kept_ids[columns] == ids))
 
 
-def truncated(log_p: Tensor, top_k: int, kept_ids: Tensor | None) -> SparseLaw:
-    """p of the whole vocabulary [n, V] cut to its `top_k` likeliest ids, renormalised there, then restricted."""
-    top = log_p.topk(min(top_k, log_p.shape[-1]))
-    return sparse_law(top.indices, top.values.softmax(-1), kept_ids)
+def truncated(logits: Tensor, top_k: int, kept_ids: Tensor | None) -> SparseLaw:
+    """p of the whole vocabulary, from its logits [n, V] or log p, cut to its `top_k` likeliest ids, renormalised there,
+    then restricted."""
+    top = logits.topk(min(top_k, logits.shape[-1]))
+    return sparse_law(top.indices, at_least_float(top.values).softmax(-1), kept_ids)
 
 
 class TargetLaw:
@@ -68,6 +73,16 @@ class TargetLaw:
         self.p = log_p.exp()
         self.mass = self.p.sum(-1)
         self.negentropy = torch.linalg.vecdot(self.p, log_p)
+
+
+def target_law(
+    logits: Tensor, log_partition: Tensor | None = None, label: SparseLaw | None = None, top: SparseLaw | None = None
+) -> TargetLaw:
+    """The law of logits [n, kept] of any dtype, in at least float32. log_partition [n]: the log-sum-exp of the full
+    logits, where these are the kept ids' alone."""
+    wide = at_least_float(logits)
+    log_p = wide.log_softmax(-1) if log_partition is None else wide - log_partition[:, None]
+    return TargetLaw(log_p.clamp(min=LOG_ZERO), label, top)
 
 
 class Laws:
@@ -235,8 +250,19 @@ class Mixture:
     def warped(self, logits: Tensor) -> Tensor:
         return logits if self.temperature == 1 else logits / self.temperature
 
+    def law(
+        self, logits: Tensor, log_partition: Tensor | None, label: SparseLaw | None, top: SparseLaw | None
+    ) -> TargetLaw:
+        """`target_law`, in one or two passes if fused."""
+        return (_fused(target_law) if self.fused else target_law)(logits, log_partition, label, top)
+
     def evaluate(self, logits: Tensor, target: TargetLaw) -> tuple[Tensor, Tensor, Tensor]:
-        return (_fused() if self.fused else loss_and_gradient)(logits, target, self)
+        """`loss_and_gradient`, in one or two passes if fused."""
+        return (_fused(loss_and_gradient) if self.fused else loss_and_gradient)(logits, target, self)
+
+    def descend(self, logits: Tensor, target: TargetLaw) -> tuple[Tensor, Tensor]:
+        """The same loss and overlap; the gradient takes the place of `logits`."""
+        return (_fused(_loss_and_gradient_) if self.fused else _loss_and_gradient_)(logits, target, self)
 
 
 def mix(laws: Laws, mixture: Mixture) -> Pull:
@@ -263,9 +289,15 @@ def loss_and_gradient(logits: Tensor, target: TargetLaw, mixture: Mixture) -> tu
     return loss, laws.overlap, mixture.warped(gradient).to(logits.dtype)
 
 
+def _loss_and_gradient_(logits: Tensor, target: TargetLaw, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    loss, overlap, gradient = loss_and_gradient(logits, target, mixture)
+    logits.copy_(gradient)
+    return loss, overlap
+
+
 @cache
-def _fused() -> Callable[[Tensor, TargetLaw, Mixture], tuple[Tensor, Tensor, Tensor]]:
-    return torch.compile(loss_and_gradient)  # made when it is first wanted: the compiler is slow to import
+def _fused(work: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(work)  # made when it is first wanted: the compiler is slow to import
 
 
 class _Divergence(torch.autograd.Function):

@@ -31,13 +31,10 @@ from specdraft.objectives import (
 IGNORED = -100
 """The label of a token that is not supervised."""
 
-LOG_ZERO = -1e4
-"""Floor of log p: its exponential is exactly 0, and 0 * log p is 0 instead of NaN."""
-
 CHUNK = 64
 """Law positions worked on at once, unless told: 4 depths of 151,936 ids then take 0.4 GB."""
 
-_BLOCK = 16384
+_BLOCK = 2048
 """Rows of a weight's gradient that are converted at once."""
 
 
@@ -71,17 +68,22 @@ class Teacher:
         labels: int64 [n], the ids that follow. float32, or float64 where the target's logits are.
         """
         hidden = self.hidden.flatten(0, 1)[positions]
+        log_partition: Tensor | None = None
         top = None
         with torch.autocast(hidden.device.type, enabled=False):  # the target keeps its own precision
             if kept_ids is not None and self.log_partition is not None and not mixture.needs_whole_law:
-                logits = at_least_float(self.target.restricted_head(hidden, kept_ids))
-                log_p = logits - self.log_partition.flatten()[positions, None]
+                logits = self.target.restricted_head(hidden, kept_ids)
+                log_partition = self.log_partition.flatten()[positions]
             else:
-                log_p = mixture.warped(at_least_float(self.target.head(hidden))).log_softmax(-1)
-                top = truncated(log_p, mixture.top_k, kept_ids) if mixture.truncated else None
-                log_p = log_p if kept_ids is None else log_p[:, kept_ids]
-        label = sparse_law(labels[:, None], log_p.new_ones(len(labels), 1), kept_ids) if mixture.labelled else None
-        return TargetLaw(log_p.clamp_(min=LOG_ZERO), label, top)
+                logits = self.target.head(hidden)
+                if mixture.temperature != 1 or kept_ids is not None:
+                    logits = mixture.warped(at_least_float(logits))
+                top = truncated(logits, mixture.top_k, kept_ids) if mixture.truncated else None
+                if kept_ids is not None:
+                    logits, log_partition = logits[:, kept_ids], logits.logsumexp(-1)
+        ones = torch.ones(len(labels), 1, dtype=at_least_float(logits).dtype, device=logits.device)
+        label = sparse_law(labels[:, None], ones, kept_ids) if mixture.labelled else None
+        return mixture.law(logits, log_partition, label, top)
 
 
 class Reduction(NamedTuple):
@@ -165,13 +167,17 @@ class _WholeHeads(torch.autograd.Function):
         grads = [_zeros(tensor) if learning and tensor.requires_grad else None for tensor in tensors]
         depths = len(plan.predictions)
         cast = [weight.to(autocast or weight.dtype) for weight in tensors[depths:]]
+        rows = min(plan.chunk, len(plan.positions))
+        scores = [  # one room for the logits of every chunk: to ask for it anew each time is slow
+            weight.new_empty(rows * len(group), len(weight)) for group, weight in zip(plan.groups, cast, strict=True)
+        ]
         account = plan.blank()
         with torch.autocast(device, enabled=False):
             for part in plan.chunks():
                 law = plan.laws(part)
-                for group, weight, weight_grad in zip(plan.groups, cast, grads[depths:], strict=True):
+                for group, weight, weight_grad, room in zip(plan.groups, cast, grads[depths:], scores, strict=True):
                     hidden_grads = [grads[index] for index in group]
-                    account[group] += _through_weight(plan, part, law, group, weight, hidden_grads, weight_grad)
+                    account[group] += _through_weight(plan, part, law, group, weight, hidden_grads, weight_grad, room)
         ctx.grads = grads
         return account
 
@@ -196,10 +202,12 @@ def _through_weight(
     weight: Tensor,
     hidden_grads: Sequence[Tensor | None],
     weight_grad: Tensor | None,
+    room: Tensor,
 ) -> Tensor:
-    """A chunk through the head that a group shares: its account [group, 3]; the gradients are added to where asked."""
+    """A chunk through the head that a group shares: its account [group, 3]; the gradients are added to where asked.
+    Its logits are written to `room`, [at least as many rows, kept]."""
     hidden = torch.cat([plan.rows(index, part) for index in group]).to(weight.dtype)
-    scores = hidden @ weight.T
+    scores = torch.mm(hidden, weight.T, out=room[: len(hidden)])
     learning = weight_grad is not None or any(grad is not None for grad in hidden_grads)
     sums = [
         _through_law(plan, part, law(index), index, logits, learning)
@@ -221,9 +229,10 @@ def _through_law(plan: _Plan, part: slice, law: TargetLaw, index: int, logits: T
 
     What it holds, a few times [chunk, kept] in float32, is gone when it returns: that is the peak of the loss.
     """
-    loss, overlap, gradient = plan.mixture.evaluate(logits, law)
     if learning:
-        logits.copy_(gradient)
+        loss, overlap = plan.mixture.descend(logits, law)
+    else:
+        loss, overlap, _ = plan.mixture.evaluate(logits, law)
     return plan.account(index, part, loss, overlap)
 
 

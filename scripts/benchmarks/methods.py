@@ -1,8 +1,9 @@
 """Every drafting method on one target: trained on the same answers for as many tokens, measured on the same prompts.
 
 Each entry is trained by `specdraft train` with its file of configs/, then decodes the prompts as a chain and as a tree.
-Acceptance is measured at batch 8 on all prompts, speed at batch 1 on a few, each with and without temperature where the
-table says so. What is done is kept in the output folder: started again, it goes on; entries can be asked for by name.
+Acceptance is measured at batch 8 on all prompts, at temperature 1 as well; speed against plain decoding and the verdict
+on the output, at batch 1 on a few: `--no-speed` leaves these for an hour in which the machine is idle. What is done is
+kept in the output folder: started again, it goes on; entries can be asked for by name.
 """
 
 import argparse
@@ -11,33 +12,39 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import machine
+import numpy as np
 import torch
 from rich.console import Console
 
 from specdraft.config import load_recipe
 from specdraft.data.batches import DataRecipe, load_rows
 from specdraft.data.conversations import Faults
+from specdraft.decoding import Round, generate
 from specdraft.drafters import DRAFTERS
-from specdraft.drafters.base import Drafter, TrainableDrafter
+from specdraft.drafters.base import Chain, Drafter, DynamicTree, TrainableDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.evaluation import EvalRecipe, evaluate
-from specdraft.evaluation.measure import ChainSystem, TreeSystem
 from specdraft.evaluation.prompts import Prompt, read_prompts
-from specdraft.evaluation.report import SystemReport
 from specdraft.evaluation.stage import TrainedSource
+from specdraft.evaluation.statistics import Bootstrap, acceptance
+from specdraft.evaluation.systems import ChainSystem, TreeSystem
 from specdraft.packing import pack_linears
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.training import TrainRecipe
+from specdraft.warping import Warp
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-CHAIN, TREE = ChainSystem(gamma=4), TreeSystem(depth=5, width=4, nodes=15)
-SAMPLED = "chain of 4, temperature 1"
+CHAIN, TREE, SAMPLED = "chain of 4", "tree of 15", "chain of 4, temperature 1"
+MEASURED = ((CHAIN, Chain(4), 0.0), (TREE, DynamicTree(5, 4, 15), 0.0), (SAMPLED, Chain(4), 1.0))
+SAMPLES = 4000  # of the bootstrap
+COMPARED = {"eagle3": "eagle3", "medusa": "medusa", "lm": "lm, cut from the target"}
+"""Methods that are trained with every objective, and the entries that are trained as their config says."""
 OBJECTIVES = ("forward_kl", "total_variation", "negative_log_acceptance", "lk_hybrid")
 
 
@@ -48,13 +55,20 @@ class Entry:
     """Name of its file of configs/; None: nothing to load."""
     settings: tuple[str, ...] = ()
     trained: bool = True
-    systems: tuple[str, ...] = ("chain", "tree", "sampled", "speed")
+    systems: tuple[str, ...] = (CHAIN, TREE, SAMPLED)
     """What is measured of it."""
+    timed: bool = True
 
 
 def objective(name: str) -> tuple[str, ...]:
     """Overrides that leave one term alone: layers are merged, so that the others are set to 0."""
     return tuple(f"objective.terms.{term}={float(term == name)}" for term in OBJECTIVES)
+
+
+def entry_of(method: str, term: str) -> str:
+    """The name of the entry that trains `method` with `term` alone: the method's own, where its config says so."""
+    configured = load_recipe(TrainRecipe, [CONFIGS / f"{method}-smollm2-135m.yaml"], []).objective.terms
+    return COMPARED[method] if configured == {term: 1.0} else f"{method}, {term}"
 
 
 ENTRIES = (
@@ -67,11 +81,12 @@ ENTRIES = (
     Entry("lm, cut from the target, undistilled", "lm", trained=False),
     Entry("early exit", "early-exit"),
     Entry("early exit, untrained", "early-exit", trained=False),
-    Entry("prompt lookup", trained=False, systems=("chain", "sampled", "speed")),
+    Entry("prompt lookup", trained=False, systems=(CHAIN, SAMPLED)),
     *(
-        Entry(f"{method}, {term}", method, objective(term), systems=("chain", "sampled"))
-        for method in ("eagle3", "medusa", "lm")
+        Entry(name, method, objective(term), systems=(CHAIN, SAMPLED), timed=False)
+        for method, entry in COMPARED.items()
         for term in OBJECTIVES
+        if (name := entry_of(method, term)) != entry
     ),
 )
 
@@ -101,26 +116,48 @@ class Bench:
     def run_folder(self, entry: Entry) -> Path:
         return self.folder / entry.name.replace(", ", "-").replace(" ", "-")
 
-    def measure(self, entry: Entry, supervised: int) -> dict[str, Any]:
-        """Train if need be, then measure: the entry's row."""
+    def acceptance(self, entry: Entry, supervised: int) -> dict[str, Any]:
+        """Train if need be, then decode all prompts: the entry's row."""
         row: dict[str, Any] = {"name": entry.name, "machine": machine.facts(str(self.target.dtype))}
         drafter = self.drafter(entry, supervised, row)
-        greedy = self.evaluated(drafter, entry, ("chain", "tree"), temperature=0.0)
-        row |= {system.name: figures(system) for system in greedy}
-        if "sampled" in entry.systems:
-            [sampled] = self.evaluated(drafter, entry, ("chain",), temperature=1.0)
-            row[SAMPLED] = figures(sampled)
-        if "speed" in entry.systems:
-            few = spread(self.prompts, 12)
-            timed = self.evaluated(drafter, entry, ("chain", "tree"), 0.0, batch_size=1, prompts=few, plain=True)
-            for system in timed:
-                assert system.speedup is not None
-                row[system.name] |= {
-                    "speedup": system.speedup.model_dump(),
-                    "verdict": system.losslessness.verdict,
-                    "c": None if system.costs is None else system.costs.c,
-                }
+        for name, shape, temperature in MEASURED:
+            if name not in entry.systems:
+                continue
+            drafter.shape = shape
+            done = generate(
+                self.target,
+                drafter,
+                [prompt.ids for prompt in self.prompts],
+                warp=Warp(temperature),
+                max_new_tokens=self.max_new_tokens,
+                batch_size=8,
+            )
+            row[name] = self.figures([generation.rounds for generation in done.generations])
         return row
+
+    def figures(self, rounds: Sequence[Sequence[Round]]) -> dict[str, Any]:
+        lengths, categories = [len(prompt.ids) for prompt in self.prompts], [prompt.category for prompt in self.prompts]
+        found = acceptance(rounds, lengths, categories, Bootstrap(len(self.prompts), SAMPLES, seed=0))
+        return {
+            "tau": found.tau.model_dump(),
+            "alpha": [depth.alpha.model_dump() for depth in found.depths],
+            "categories": {part.name: part.tau.model_dump() for part in found.slices if part.kind == "category"},
+            "rounds": [len(row) for row in rounds],
+            "tokens": [sum(1 + one.accepted for one in row) for row in rounds],
+        }
+
+    def speed(self, entry: Entry, supervised: int) -> dict[str, Any]:
+        """Speed-up over plain decoding at batch 1 and the verdict on the output, by system."""
+        systems = {CHAIN: ChainSystem(gamma=4), TREE: TreeSystem(depth=5, width=4, nodes=15)}
+        wanted = {name: system for name, system in systems.items() if name in entry.systems}
+        recipe = EvalRecipe(systems=tuple(wanted.values()), max_new_tokens=self.max_new_tokens, shown=0)
+        drafter = self.drafter(entry, supervised, {})
+        report = evaluate(self.target, drafter, recipe, prompts=spread(self.prompts, 12))
+        found: dict[str, Any] = {"machine": machine.facts(str(self.target.dtype))}
+        for name, system in zip(wanted, report.systems, strict=True):
+            assert system.speedup is not None, "plain decoding is part of the recipe"
+            found[name] = {"speedup": system.speedup.model_dump(), "verdict": system.losslessness.verdict}
+        return found
 
     def drafter(self, entry: Entry, supervised: int, row: dict[str, Any]) -> Drafter:
         if entry.config is None:
@@ -141,36 +178,6 @@ class Bench:
         row["parameters"] = sum(weight.numel() for weight in made.parameters())
         return cast(Drafter, made)
 
-    def evaluated(
-        self,
-        drafter: Drafter,
-        entry: Entry,
-        shapes: Sequence[str],
-        temperature: float,
-        batch_size: int = 8,
-        prompts: list[Prompt] | None = None,
-        plain: bool = False,
-    ) -> list[SystemReport]:
-        systems = [{"chain": CHAIN, "tree": TREE}[shape] for shape in shapes if shape in entry.systems]
-        recipe = EvalRecipe(
-            systems=tuple(systems),
-            temperature=temperature,
-            max_new_tokens=self.max_new_tokens,
-            batch_size=batch_size,
-            compare_with_plain=plain,
-            shown=0,
-        )
-        return evaluate(self.target, drafter, recipe, prompts=prompts or self.prompts).systems
-
-
-def figures(system: SystemReport) -> dict[str, Any]:
-    found = system.acceptance
-    return {
-        "tau": found.tau.model_dump(),
-        "alpha": [depth.alpha.model_dump() for depth in found.depths],
-        "categories": {part.name: part.tau.model_dump() for part in found.slices if part.kind == "category"},
-    }
-
 
 def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     """As many of each category as can be, in turn."""
@@ -182,10 +189,10 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
     return [prompt for _, _, prompt in sorted(ranked, key=lambda item: item[:2])[:count]]
 
 
-def interval(estimate: dict[str, Any] | None) -> str:
+def interval(estimate: dict[str, Any] | None, digits: int = 2) -> str:
     if estimate is None or estimate["value"] is None:
         return "–"
-    return f"{estimate['value']:.2f} [{estimate['low']:.2f}, {estimate['high']:.2f}]"
+    return f"{estimate['value']:.{digits}f} [{estimate['low']:.{digits}f}, {estimate['high']:.{digits}f}]"
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -194,26 +201,49 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     head += ["tau, temperature 1", "speed, chain", "speed, tree", "output"]
     lines = ["| method | " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1) + "---|"]
     for row in rows:
-        chain, tree, sampled = (row.get(name, {}) for name in (CHAIN.name, TREE.name, SAMPLED))
+        chain, tree, sampled = (row.get(name, {}) for name, _, _ in MEASURED)
+        timed = [row.get("speed", {}).get(name, {}) for name in (CHAIN, TREE)]
         speed = row["training"]["positions_per_second"] if "training" in row else None
         cells = [
             f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "–",
             f"{speed:.0f}" if speed else "–",
             " ".join(f"{alpha['value']:.2f}" if alpha["value"] is not None else "–" for alpha in chain["alpha"]),
             *(interval(part.get("tau")) for part in (chain, tree, sampled)),
-            *(interval(part.get("speedup")) for part in (chain, tree)),
-            ", ".join(sorted({part["verdict"] for part in (chain, tree) if "verdict" in part})) or "–",
+            *(interval(part.get("speedup")) for part in timed),
+            ", ".join(sorted({part["verdict"] for part in timed if part})) or "–",
         ]
         lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
+def objectives(rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: tau of the chain by objective, and what it has over forward KL on the same prompts."""
+    known = {row["name"]: row for row in rows}
+    lines = ["| method | objective | " + " | ".join(f"{name} | over forward KL" for name, _, _ in MEASURED[::2]) + " |"]
+    lines.append("|---|---|" + "---:|" * 4)
+    for method, term in ((method, term) for method in COMPARED for term in OBJECTIVES):
+        if (row := known.get(entry_of(method, term))) is None:
+            continue
+        cells = []
+        for name, _, _ in MEASURED[::2]:
+            found, base = row[name], known.get(entry_of(method, "forward_kl"), {}).get(name)
+            cells += [interval(found["tau"]), "–" if base is None else interval(gain(found, base), 3)]
+        lines.append(f"| {method} | {term} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def gain(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
+    """The difference in tau, paired over prompts."""
+    one, other = (tuple(np.array(part[name], dtype=float) for name in ("tokens", "rounds")) for part in (found, base))
+    return Bootstrap(len(found["rounds"]), SAMPLES, seed=0).difference(one, other).model_dump()
+
+
 def by_category(rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: tau of the chain by category."""
-    names = sorted({name for row in rows for name in row[CHAIN.name]["categories"]})
+    names = sorted({name for row in rows for name in row[CHAIN]["categories"]})
     lines = ["| method | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     for row in rows:
-        taus = [row[CHAIN.name]["categories"].get(name, {}).get("value") for name in names]
+        taus = [row[CHAIN]["categories"].get(name, {}).get("value") for name in names]
         lines.append(f"| {row['name']} | " + " | ".join("–" if tau is None else f"{tau:.2f}" for tau in taus) + " |")
     return "\n".join(lines)
 
@@ -230,33 +260,40 @@ def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--positions", type=int, default=100_000, help="supervised tokens that each is trained on")
     parser.add_argument("--max-new-tokens", type=int, default=48)
     parser.add_argument("--output", type=Path, default=Path("runs/methods"))
+    parser.add_argument("--no-speed", action="store_true", help="leave it for a quiet hour: run again without this")
     parser.add_argument("--only", nargs="+", choices=[entry.name for entry in ENTRIES], metavar="NAME", help="of these")
     return parser.parse_args(words)
 
 
 def main() -> None:
     options = arguments()
-    console = Console(stderr=True)
     target = FrozenTarget.load(TargetRecipe(name=options.target, dtype=options.dtype))
     prompts = read_prompts(target, options.prompts, None, {}, Faults())[:: options.every]
     data = DataRecipe(answers=tuple(options.answers), max_length=384)
     supervised = load_rows(data, target.tokenizer, target.end_ids).report.supervised
     bench = Bench(target, prompts, options.output, tuple(options.answers), options.positions, options.max_new_tokens)
+    wanted = [entry for entry in ENTRIES if not options.only or entry.name in options.only]
     rows = []
-    for entry in ENTRIES:
-        if options.only and entry.name not in options.only:
-            continue
-        kept = options.output / f"{bench.run_folder(entry).name}.json"
-        if not kept.exists():
-            began = time.monotonic()
-            console.print(f"{entry.name}: {options.positions if entry.trained else 0} positions of training")
-            row = bench.measure(entry, supervised)
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            kept.write_text(json.dumps(row))
-            console.print(f"{entry.name}: done in {time.monotonic() - began:.0f} s")
-        rows.append(json.loads(kept.read_text()))
-    print(f"{table(rows)}\n\n{by_category(rows)}\n")
+    for entry in wanted:
+        row = kept(bench, entry, "", lambda entry=entry: bench.acceptance(entry, supervised))  # type: ignore[misc]
+        if entry.timed and not options.no_speed:
+            row["speed"] = kept(bench, entry, ".speed", lambda entry=entry: bench.speed(entry, supervised))  # type: ignore[misc]
+        rows.append(row)
+    listed = [row for entry, row in zip(wanted, rows, strict=True) if entry.timed]
+    print(f"{table(listed)}\n\n{by_category(listed)}\n\n{objectives(rows)}\n")
     print(json.dumps({"rows": len(rows), "prompts": len(prompts), "output": str(options.output)}))
+
+
+def kept(bench: Bench, entry: Entry, part: str, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `work` finds, or found when the benchmark ran before."""
+    path = bench.folder / f"{bench.run_folder(entry).name}{part}.json"
+    if not path.exists():
+        began = time.monotonic()
+        found = work()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found))
+        Console(stderr=True).print(f"{entry.name}{part}: done in {time.monotonic() - began:.0f} s")
+    return cast(dict[str, Any], json.loads(path.read_text()))
 
 
 if __name__ == "__main__":
