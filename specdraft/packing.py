@@ -1,12 +1,14 @@
-"""Frozen float32 weights on a CPU, packed once for oneDNN.
+"""Frozen weights on a CPU, packed once for oneDNN.
 
 `nn.Linear` hands its weight to the BLAS as it lies, which packs it anew in every call: for a handful of tokens that
 costs up to three times the product itself, and so makes verifying five tokens look twice as dear as decoding one.
-Packing ahead (what torch.compile's freezing does) takes that away from plain and speculative decoding alike.
+Packing ahead (what torch.compile's freezing does) takes that away from plain and speculative decoding alike. A single
+float32 row needs no packing: it is read against the weight as it lies, which is faster.
 """
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 
 class PackedLinear(nn.Module):
@@ -19,14 +21,18 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:
+        if hidden.numel() == self.in_features and hidden.dtype == torch.float32:
+            return linear(hidden, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every float32 CPU `nn.Linear` below `module`, in place. The module must not be trained afterwards."""
+    """Replace every CPU `nn.Linear` below `module` in place: those in float32, and in bfloat16 where the CPU computes in
+    it. The module must not be trained afterwards."""
     if not torch.backends.mkldnn.is_available():
         return
+    dtypes = [torch.float32, *[torch.bfloat16] * bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())]
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.weight.dtype == torch.float32 and child.weight.device.type == "cpu":
+            if type(child) is nn.Linear and child.weight.dtype in dtypes and child.weight.device.type == "cpu":
                 setattr(parent, name, PackedLinear(child).train(child.training))

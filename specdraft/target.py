@@ -52,7 +52,7 @@ class FrozenTarget(CausalLM):
         self.fingerprint = _fingerprint(model)
         self._restriction: tuple[Tensor, Tensor, Tensor | None] | None = None
         self._output_head: nn.Module | None = None
-        if self.device.type == "cpu" and self.dtype == torch.float32:
+        if self.device.type == "cpu":
             pack_linears(self.model)
 
     @classmethod

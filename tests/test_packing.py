@@ -32,10 +32,19 @@ def test_a_model_keeps_its_names_its_weights_and_its_logits() -> None:
     assert not [name for name, module in model.named_modules() if type(module) is nn.Linear]
 
 
-def test_only_float32_linears_are_packed() -> None:
-    holder = nn.ModuleDict(
-        {"rounded": nn.Linear(4, 4).bfloat16(), "conv": nn.Conv1d(2, 2, 1), "inner": nn.Linear(4, 4)}
-    )
+@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16")
+@pytest.mark.parametrize("rows", [1, 5])
+def test_bfloat16_is_packed_where_the_cpu_computes_in_it(rows: int) -> None:
+    holder = nn.ModuleDict({"inner": nn.Linear(24, 10).bfloat16()})
+    hidden = torch.randn(rows, 24).bfloat16()
+    before = holder["inner"](hidden)
+    pack_linears(holder)
+    assert type(holder["inner"]) is PackedLinear
+    torch.testing.assert_close(holder["inner"](hidden), before, rtol=1e-2, atol=1e-2)
+
+
+def test_only_linears_in_a_precision_of_the_cpu_are_packed() -> None:
+    holder = nn.ModuleDict({"wide": nn.Linear(4, 4).double(), "conv": nn.Conv1d(2, 2, 1), "inner": nn.Linear(4, 4)})
     pack_linears(holder.eval())
     assert [type(module).__name__ for module in holder.values()] == ["Linear", "Conv1d", "PackedLinear"]
     assert not holder["inner"].training

@@ -1,5 +1,7 @@
 """A tree's forward equals its paths' forwards, for several families, rows of different lengths, commits included."""
 
+import copy
+
 import pytest
 import torch
 import transformers
@@ -151,7 +153,7 @@ def test_an_architecture_that_cannot_be_rolled_back_is_refused_with_the_reason()
 
 def test_the_fingerprint_tells_weights_apart_and_not_their_dtype() -> None:
     model = tiny_model("llama").bfloat16()
-    one = FrozenTarget(model).fingerprint
+    one = FrozenTarget(copy.deepcopy(model)).fingerprint
     assert FrozenTarget(model.float()).fingerprint == one
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 3] += 1
