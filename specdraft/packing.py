@@ -27,8 +27,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(module: nn.Module) -> None:
-    """Replace every CPU `nn.Linear` below `module` in place: those in float32, and in bfloat16 where the CPU computes in
-    it. The module must not be trained afterwards."""
+    """Replace every CPU `nn.Linear` below `module`, in place: in float32, and in bfloat16 where the CPU computes in it.
+
+    The module must not be trained afterwards.
+    """
     if not torch.backends.mkldnn.is_available():
         return
     dtypes = [torch.float32, *[torch.bfloat16] * bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())]
