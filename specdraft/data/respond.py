@@ -45,7 +45,8 @@ class RespondRecipe(Recipe):
     max_prompt_tokens: int | None = Field(None, ge=1)
     """Prompts longer than this are skipped and counted. Default: what the target's context leaves beside an answer."""
     batch_size: int = Field(32, ge=1)
-    """Rows that are answered together; those that have ended are dropped as they do."""
+    """Most rows that are answered together: every row of a batch takes as much room as its longest, so a prompt that is
+    far longer than the others is answered among fewer. Rows that have ended are dropped as they do."""
     temperature: float = Field(0.0, ge=0)
     """0: greedy."""
     top_k: int | None = Field(None, ge=1)
@@ -92,7 +93,7 @@ def respond(recipe: RespondRecipe, target: FrozenTarget | None = None) -> dict[s
         if not todo and not done:
             raise SpecdraftError(f"no prompt to answer in {', '.join(recipe.prompts)}: {faults}")
         begun = time.monotonic()
-        for batch in _shown(todo, recipe.batch_size):
+        for batch in _shown(_batches(todo, recipe.batch_size, recipe.max_new_tokens), len(todo)):
             _converse(batch, target, chats, recipe)
             for work in batch:
                 file.write(_line(work, written_by))
@@ -166,8 +167,7 @@ def _converse(batch: Sequence[_Work], target: FrozenTarget, chats: ChatFormat, r
         answers = write_answers(target, prompts, warp, SeededDice(seeds), recipe.max_new_tokens)
         for (work, place), prompt, ids in zip(going, prompts, answers, strict=True):
             ended = ids[-1] in target.end_ids
-            content = chats.tokenizer.decode(ids[:-1] if ended else ids, skip_special_tokens=True)
-            work.script[place] = {"role": "assistant", "content": content}
+            work.script[place] = {"role": "assistant", "content": chats.answer_text(ids)}
             work.answers.append(Answer(place, prompt, ids, "end" if ended else "length"))
 
 
@@ -273,17 +273,26 @@ def _seed(seed: int, key: str, place: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{key}/{place}".encode()).digest()[:7])
 
 
-def _shown(todo: Sequence[_Work], size: int) -> Iterator[Sequence[_Work]]:
-    """Batches of `todo`, with a progress bar on stderr; where that is no terminal, a log line a batch."""
+def _batches(todo: Sequence[_Work], size: int, answer: int) -> Iterator[Sequence[_Work]]:
+    """At most `size` rows each, none with less than half of the room that its longest needs for prompt and answer."""
+    start = 0
+    while start < len(todo):
+        room = len(todo[start].first_prompt) + answer
+        alike = [2 * (len(work.first_prompt) + answer) >= room for work in todo[start : start + size]]
+        yield todo[start : start + sum(alike)]  # longest first: those that are alike come first
+        start += sum(alike)
+
+
+def _shown(batches: Iterator[Sequence[_Work]], rows: int) -> Iterator[Sequence[_Work]]:
+    """The batches, with a progress bar on stderr; where that is no terminal, a log line a batch."""
     columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    begun = time.monotonic()
+    begun, answered = time.monotonic(), 0
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("answers", total=len(todo))
-        for start in range(0, len(todo), size):
-            batch = todo[start : start + size]
+        task = progress.add_task("answers", total=rows)
+        for batch in batches:
             yield batch
+            answered += len(batch)
             progress.advance(task, len(batch))
             if not progress.console.is_terminal:
-                answered = start + len(batch)
-                left = (time.monotonic() - begun) / answered * (len(todo) - answered)
-                log.info("%d of %d rows answered, about %.0f s left", answered, len(todo), left)
+                left = (time.monotonic() - begun) / answered * (rows - answered)
+                log.info("%d of %d rows answered, about %.0f s left", answered, rows, left)

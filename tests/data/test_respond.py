@@ -179,3 +179,18 @@ def test_a_chat_with_tool_results_keeps_its_history(target, recipe, tmp_path):
     assert row["messages"][:3] == messages[:3]
     assert [answer["message"] for answer in row["answers"]] == [3]
     assert row["messages"][3]["content"] != "an old answer"
+
+
+def test_one_long_prompt_does_not_make_its_batch_wide(target, recipe, monkeypatch):
+    path = Path(recipe.prompts[0])
+    path.write_text("".join(json.dumps({"prompt": "what is " * n}) + "\n" for n in (1, 2, 40, 3)))
+    batches = []
+
+    def noted(target, prompts, *rest):
+        batches.append(sorted(map(len, prompts)))
+        return write_answers(target, prompts, *rest)
+
+    monkeypatch.setattr("specdraft.data.respond.write_answers", noted)
+    assert respond(with_(recipe, batch_size=4), target)["answered"] == 4
+    assert [len(batch) for batch in batches] == [1, 3]
+    assert batches[0][0] > 2 * batches[1][-1]
