@@ -9,8 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from models import tiny_model
 from tiny_chat import chat_tokenizer
+
+from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
+from specdraft.target import FrozenTarget, TargetRecipe
 
 BENCHMARKS = Path(__file__).parent.parent / "scripts" / "benchmarks"
 
@@ -79,16 +83,45 @@ def test_a_run_as_used_reads_stored_features_and_drafts_fewer_ids(target: Path, 
 
 
 @pytest.mark.slow
-def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path) -> None:
-    words = ("--target", target, "--prompts", answers, "--limit", 2, "--layers", 2, "--repeats", 1)
-    shown, result = bench("decode", *words, "--max-new-tokens", 8)
-    assert len(result["systems"]) == 6
-    assert {row["tokens"] for row in result["systems"].values()} == {16}
-    assert not any(row["different_outputs"] for row in result["systems"].values())
-    shares = result["systems"]["specdraft, draft LM"]["shares"]
+def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path, tmp_path: Path) -> None:
+    whole = FrozenTarget.load(TargetRecipe(name=str(target), device="cpu"))
+    counts = torch.ones(whole.vocab_size, dtype=torch.int64)
+    Eagle3Drafter.for_target(whole, Eagle3Recipe(), counts).save_pretrained(tmp_path / "head")
+    words = ["--target", target, "--prompts", answers, "--limit", 2, "--layers", 2, "--repeats", 1]
+    words += ["--max-new-tokens", 8, "--dtype", "float32", "--head", tmp_path / "head"]
+    with_peer = importlib.util.find_spec("economize") is not None  # scripts/bench installs it
+    shown, result = bench("decode", *words, *["--peer", "economize"] * with_peer)
+    systems = result["systems"]
+    assert len(systems) == (19 if with_peer else 11)
+    assert {row["tokens"] for row in systems.values()} == {16}
+    assert not any(row["different_outputs"] for row in systems.values())
+    assert systems["specdraft, plain"]["tokens_per_pass"] == 1
+    shares = systems["specdraft, draft LM"]["shares"]
     assert shares["target"] + shares["drafter"] + shares["neither"] == pytest.approx(1)
     assert 0 < shares["outside_model_calls"] < 1
-    assert "over plain" in shown
+    for drafts in ("draft LM", "head") if with_peer else ():  # the same drafter is right as often in either loop
+        ours, theirs = (systems[f"{owner}, {drafts}"]["tokens_per_pass"] for owner in ("specdraft", "economize"))
+        assert ours == theirs
+    assert ("is left out" in shown) != with_peer
+
+
+def test_a_verdict_is_over_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    decode = importlib.import_module("decode")
+    speeds = {
+        ("transformers", "plain", False): 10.0,
+        ("transformers", "lookup", False): 8.0,
+        ("economize", "lookup", False): 16.0,
+        ("transformers", "lookup", True): 40.0,
+        ("specdraft", "lookup", False): 24.0,
+        ("specdraft", "head, tree", False): 32.0,
+    }
+    systems = {decode.System(owner, drafts, list, packed): v for (owner, drafts, packed), v in speeds.items()}
+    rows = {system.name: {"tokens_per_second": speed} for system, speed in systems.items()}
+    as_loaded, packed = (decode.verdict(list(systems), rows, packed=packed) for packed in (False, True))
+    assert (as_loaded["best_of_ours"], as_loaded["best_of_theirs"]) == ("specdraft, head, tree", "economize, lookup")
+    assert (as_loaded["over_best"], as_loaded["like_for_like"]) == (2.0, {"lookup": 1.5})
+    assert (packed["over_best"], packed["like_for_like"]) == (0.8, {"lookup": 0.6})
 
 
 @pytest.mark.slow

@@ -1,12 +1,13 @@
-"""Decoding speed of our loop and of transformers' `generate`, plain and assisted by the same draft model.
+"""Decoding speed of our loop beside transformers' `generate` and, where it is installed, a peer's decoder.
 
-Greedy, one prompt at a time, the systems in turns. Specdraft packs a float32 CPU target's weights when it loads it, and
-`generate` gains by that as well: it is timed on the model as transformers loads it, and on the packed one. The table is
-on stdout, and on its last line one JSON object.
+Greedy, one prompt at a time, in one process, the systems in turns, with the same draft LM, the same prompt lookup and
+the same trained head wherever a system has such a drafter: chains of as many tokens, and a tree where it grows one.
+Specdraft packs a CPU target's weights when it loads it, and others gain by that as well: they are timed on the model as
+transformers loads it, which is what their users have, and on the packed one. The table is on stdout, and on its last
+line one JSON object.
 """
 
 import argparse
-import copy
 import json
 import statistics
 import sys
@@ -14,61 +15,116 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, field, replace
+from importlib.metadata import version
+from typing import Any, Literal, cast
 
 import machine
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from specdraft.causal import CausalLM
 from specdraft.config import SpecdraftError
 from specdraft.data.conversations import Faults
 from specdraft.decoding import Decoding, generate
-from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, Drafter
-from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.eagle import Eagle3Drafter
+from specdraft.drafters.lm import LMDrafter, LMRecipe
+from specdraft.drafters.lookup import LookupDrafter
 from specdraft.evaluation.prompts import read_prompts
+from specdraft.evaluation.stage import TrainedSource
+from specdraft.packing import pack_linears
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.warping import Warp
 
+PEERS = {"economize": "0.3.2"}
+TREE = DynamicTree(depth=5, width=4, nodes=15)
+WARM_UP = 16  # tokens of a prompt
+NGRAM = 3  # tokens of the longest suffix that is looked up, everywhere
+
 Decode = Callable[[list[int]], list[int]]
 """Prompt ids to new ids."""
-PLAIN = "generate, plain"
+Drafts = Literal["plain", "draft LM", "lookup", "head", "head, tree"]
 
 
-def cut(source: str, layers: int, folder: Path) -> None:
-    """An ordinary checkpoint of the first layers of a model: a draft model that costs no training and knows little."""
-    config = copy.deepcopy(AutoConfig.from_pretrained(source))
-    if not 0 < layers < config.num_hidden_layers:
-        raise SpecdraftError(f"a draft of {layers} layers: allowed are 1 to {config.num_hidden_layers - 1}")
-    whole = AutoModelForCausalLM.from_pretrained(source)
-    config.num_hidden_layers = layers
-    if getattr(config, "layer_types", None) is not None:
-        config.layer_types = config.layer_types[:layers]
-    draft = AutoModelForCausalLM.from_config(config, dtype=whole.dtype)
-    kept = draft.state_dict().keys()
-    draft.load_state_dict({name: value for name, value in whole.state_dict().items() if name in kept})
-    draft.generation_config = whole.generation_config
-    draft.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+@dataclass(frozen=True)
+class System:
+    owner: str
+    drafts: Drafts
+    decode: Decode
+    packed: bool = False
+    """Another's loop on weights that specdraft packed."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}, {self.drafts}" + ", packed" * self.packed
+
+    @property
+    def ours(self) -> bool:
+        return self.owner == "specdraft"
 
 
-def assisted(model: PreTrainedModel, cap: int, draft: PreTrainedModel | None = None, gamma: int = 0) -> Decode:
-    """transformers' generate; with a draft model, a chain of `gamma` tokens in every round, as ours."""
-    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": cap, "pad_token_id": 0}
-    if draft is not None:
-        draft.generation_config.num_assistant_tokens = gamma
-        draft.generation_config.num_assistant_tokens_schedule = "constant"
-        draft.generation_config.assistant_confidence_threshold = 0.0
-        options["assistant_model"] = draft
+def cut(target: FrozenTarget, layers: int, folder: str) -> None:
+    """An ordinary checkpoint of the target's first layers: a draft model that costs no training and knows little."""
+    if not 0 < layers < target.num_layers:
+        raise SpecdraftError(f"a draft of {layers} layers: allowed are 1 to {target.num_layers - 1}")
+    counts = torch.ones(target.vocab_size, dtype=torch.int64)
+    LMDrafter.for_target(target, LMRecipe(layers=layers, spread="first"), counts).save_pretrained(folder)
 
-    def decode(prompt: list[int]) -> list[int]:
-        ids = torch.tensor([prompt])
-        return model.generate(ids, attention_mask=torch.ones_like(ids), **options)[0, len(prompt) :].tolist()
 
-    return decode
+def of_transformers(model: PreTrainedModel, draft: PreTrainedModel, cap: int, gamma: int) -> Iterator[tuple]:
+    """What `generate` drafts with, and how it then decodes; a round has a chain of `gamma` tokens, as ours."""
+    draft.generation_config.num_assistant_tokens = gamma
+    draft.generation_config.num_assistant_tokens_schedule = "constant"
+    draft.generation_config.assistant_confidence_threshold = 0.0
+
+    def decoder(**drafting: Any) -> Decode:
+        def decode(prompt: list[int]) -> list[int]:
+            ids, options = torch.tensor([prompt]), {"do_sample": False, "max_new_tokens": cap, "pad_token_id": 0}
+            found = model.generate(ids, attention_mask=torch.ones_like(ids), **options, **drafting)
+            return found[0, len(prompt) :].tolist()
+
+        return decode
+
+    yield "plain", decoder()
+    yield "draft LM", decoder(assistant_model=draft)
+    yield "lookup", decoder(prompt_lookup_num_tokens=gamma, max_matching_ngram_size=NGRAM)
+
+
+def of_economize(
+    model: PreTrainedModel, target: FrozenTarget, draft: str, head: Drafter | None, arguments: argparse.Namespace
+) -> Iterator[tuple]:
+    """The same of economize. It drafts no trees from an EAGLE-3 head, and reads no other head of ours."""
+    import economize
+    from economize.techniques.draft_model import DraftModelConfig
+    from economize.techniques.lookup import LookupConfig
+
+    packed, end = model is target.model, target.end_ids
+
+    def decoder(attached: Any, gamma: int = arguments.gamma) -> Decode:
+        options = economize.DecodeConfig(cycle_length=1 + gamma, lossless=True)
+
+        def decode(prompt: list[int]) -> list[int]:
+            ids = torch.tensor(prompt)
+            return attached.decode(ids, arguments.max_new_tokens, decoding=options, stop=end).tokens.tolist()
+
+        return decode
+
+    drafting = economize.apply(model, DraftModelConfig(model=draft))
+    if packed:
+        pack_linears(drafting.techniques["draft_model"].draft_model)
+    yield "plain", decoder(drafting, gamma=0)
+    yield "draft LM", decoder(drafting)
+    yield "lookup", decoder(economize.apply(model, LookupConfig(max_ngram=NGRAM)))
+    if isinstance(head, Eagle3Drafter):
+        checkpoint = economize.read_checkpoint(arguments.head, format="eagle3")
+        # it reads the key that counts taps from 0 at the first layer's output as if it were vLLM's
+        checkpoint.configs[0] = replace(checkpoint.configs[0], aux_layers=head.taps)
+        attached = economize.attach(model, checkpoint)
+        if packed:
+            pack_linears(attached.techniques["eagle3"])
+        yield "head", decoder(attached)
 
 
 @dataclass
@@ -101,6 +157,7 @@ class Ours:
 
     target: FrozenTarget
     drafter: Drafter | None
+    shape: Shape
     watched: Sequence[nn.Module]
     cap: int
     clock: Clock = field(default_factory=Clock)
@@ -108,6 +165,8 @@ class Ours:
     decodings: list[Decoding] = field(default_factory=list)
 
     def __call__(self, prompt: list[int]) -> list[int]:
+        if self.drafter is not None:
+            self.drafter.shape = self.shape
         with self.clock.watching(self.watched):
             start = time.perf_counter()
             decoding = generate(
@@ -118,15 +177,13 @@ class Ours:
         return decoding.generations[0].tokens
 
     def shares(self) -> dict[str, float]:
-        """Parts of the wall-clock time, and accepted tokens a round."""
+        """Parts of the wall-clock time."""
         inside = sum(d.prefill_seconds + d.target_seconds + d.drafter_seconds for d in self.decodings)
-        rounds = [row for d in self.decodings for row in d.generations[0].rounds]
         return {
             "target": sum(d.prefill_seconds + d.target_seconds for d in self.decodings) / self.wall,
             "drafter": sum(d.drafter_seconds for d in self.decodings) / self.wall,
             "neither": 1 - inside / self.wall,
             "outside_model_calls": 1 - self.clock.seconds / self.wall,
-            "accepted": statistics.fmean(row.accepted for row in rounds) if rounds else 0.0,
         }
 
 
@@ -135,78 +192,131 @@ def calls(held: FrozenTarget) -> list[nn.Module]:
     return [held.body, held.model.get_output_embeddings()]
 
 
-def systems(arguments: argparse.Namespace, draft: str) -> tuple[dict[str, Decode], FrozenTarget]:
-    cap, gamma, dtype = arguments.max_new_tokens, arguments.gamma, getattr(torch, arguments.dtype)
-    as_loaded, as_loaded_draft = (
-        AutoModelForCausalLM.from_pretrained(name, dtype=dtype).eval() for name in (arguments.target, draft)
-    )
-    target, small = (
-        FrozenTarget.load(TargetRecipe(name=name, dtype=arguments.dtype, device="cpu"))
-        for name in (arguments.target, draft)
-    )
-    drafter = LMDrafter.of(small, target)
-    drafter.shape = Chain(gamma)
-    found: dict[str, Decode] = {
-        PLAIN: assisted(as_loaded, cap),
-        "generate, assisted": assisted(as_loaded, cap, as_loaded_draft, gamma),
-        "generate, plain, packed": assisted(target.model, cap),
-        "generate, assisted, packed": assisted(target.model, cap, small.model, gamma),
-        "specdraft, plain": Ours(target, None, calls(target), cap),
-        "specdraft, draft LM": Ours(target, drafter, [*calls(target), *calls(small)], cap),
-    }
-    if arguments.head is not None:
-        head = load_drafter(arguments.head)
-        head.attach(target)
-        head.shape = Chain(gamma)
-        found["specdraft, trained head"] = Ours(target, head, calls(target), cap)
-    return found, target
+def load(name: str, dtype: Literal["float32", "bfloat16"]) -> FrozenTarget:
+    return FrozenTarget.load(TargetRecipe(name=name, dtype=dtype, device="cpu"))
 
 
-def compare(arguments: argparse.Namespace, draft: str) -> dict[str, Any]:
-    found, target = systems(arguments, draft)
+@dataclass
+class Record:
+    """What one system did."""
+
+    seconds: list[float] = field(default_factory=list)
+    """Of each run over all prompts."""
+    cpu_seconds: float = 0.0
+    """Of all runs, over all threads."""
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+    """By prompt; every run gives the same."""
+    passes: dict[int, int] = field(default_factory=dict)
+    """By prompt: passes of the target."""
+
+    def add(self, prompt: int, new: list[int], seconds: float, passes: int) -> None:
+        if prompt == 0:
+            self.seconds.append(0.0)
+        self.seconds[-1] += seconds
+        self.outputs[prompt], self.passes[prompt] = new, passes
+
+
+class Bench:
+    """Every system, and how often each target was read."""
+
+    def __init__(self, arguments: argparse.Namespace, target: FrozenTarget, draft: str) -> None:
+        cap, gamma, chain = arguments.max_new_tokens, arguments.gamma, Chain(arguments.gamma)
+        as_loaded, as_loaded_draft = (
+            AutoModelForCausalLM.from_pretrained(name, dtype=target.dtype).eval() for name in (arguments.target, draft)
+        )
+        small = load(draft, arguments.dtype)
+        head = None if arguments.head is None else TrainedSource(folder=arguments.head).load(target)
+        self.systems: list[System] = []
+        for packed, model, assistant in ((False, as_loaded, as_loaded_draft), (True, target.model, small.model)):
+            found = {"transformers": of_transformers(model, assistant, cap, gamma)}
+            if arguments.peer is not None:
+                found[arguments.peer] = of_economize(model, target, draft, head, arguments)
+            self.systems += [System(name, *made, packed) for name, every in found.items() for made in every]
+        lm = cast(Drafter, LMDrafter.of(small, target))
+        drafters: list[tuple[Drafts, Drafter | None, Shape]] = [("plain", None, chain), ("draft LM", lm, chain)]
+        drafters.append(("lookup", LookupDrafter(longest=NGRAM), chain))
+        drafters += [("head", head, chain), ("head, tree", head, TREE)] if head is not None else []
+        for drafts, drafter, shape in drafters:
+            watched = [*calls(target), *(calls(small) if drafter is lm else [])]
+            self.systems.append(System("specdraft", drafts, Ours(target, drafter, shape, watched, cap)))
+        self.passes = 0
+        for layers in (CausalLM(as_loaded).layers, target.layers):
+            layers[0].register_forward_hook(self._count)
+
+    def _count(self, *_: Any) -> None:
+        self.passes += 1
+
+    def take_turns(self, prompts: Sequence[list[int]], repeats: int) -> dict[str, Record]:
+        for system in self.systems:  # warm-up, of which nothing is kept
+            system.decode(prompts[0][:WARM_UP])
+            if isinstance(system.decode, Ours):
+                system.decode.clock.seconds, system.decode.wall, system.decode.decodings = 0.0, 0.0, []
+        records = {system.name: Record() for system in self.systems}
+        for repeat in range(repeats):
+            for place, prompt in enumerate(prompts, 1):
+                for system in self.systems:
+                    record, before = records[system.name], self.passes
+                    start, cpu = time.perf_counter(), time.process_time()
+                    new = system.decode(prompt)
+                    record.cpu_seconds += time.process_time() - cpu
+                    record.add(place - 1, new, time.perf_counter() - start, self.passes - before)
+                print(f"run {repeat + 1} of {repeats}: prompt {place}/{len(prompts)}", file=sys.stderr, flush=True)
+        return records
+
+
+def compare(arguments: argparse.Namespace) -> dict[str, Any]:
+    target = load(arguments.target, arguments.dtype)
     prompts = [p.ids for p in read_prompts(target, [arguments.prompts], arguments.limit, {}, Faults())]
-    outputs: dict[str, list[list[int]]] = {}
-    seconds: dict[str, list[float]] = {name: [] for name in found}
-    for decode in found.values():  # warm-up, of which nothing is kept
-        decode(prompts[0])
-        if isinstance(decode, Ours):
-            decode.clock.seconds, decode.wall, decode.decodings = 0.0, 0.0, []
-    for repeat in range(arguments.repeats):
-        spent = dict.fromkeys(found, 0.0)
-        outputs = {name: [] for name in found}
-        for place, prompt in enumerate(prompts, 1):
-            for name, decode in found.items():
-                start = time.perf_counter()
-                outputs[name].append(decode(prompt))
-                spent[name] += time.perf_counter() - start
-            print(
-                f"run {repeat + 1} of {arguments.repeats}: prompt {place}/{len(prompts)}", file=sys.stderr, flush=True
-            )
-        for name, total in spent.items():
-            seconds[name].append(total)
-    rows = {}
-    for name, decode in found.items():
-        tokens = sum(map(len, outputs[name]))
-        rows[name] = {
-            "tokens_per_second": statistics.median(tokens / s for s in seconds[name]),
-            "tokens_per_second_range": [tokens / max(seconds[name]), tokens / min(seconds[name])],
+    with tempfile.TemporaryDirectory() as folder:
+        if arguments.draft is None:
+            cut(target, arguments.layers, folder)
+        bench = Bench(arguments, target, arguments.draft or folder)
+    records = bench.take_turns(prompts, arguments.repeats)
+    plain = records["transformers, plain"]
+    rows: dict[str, dict[str, Any]] = {}
+    for system in bench.systems:
+        record = records[system.name]
+        tokens = sum(map(len, record.outputs.values()))
+        rows[system.name] = {
+            "tokens_per_second": statistics.median(tokens / s for s in record.seconds),
+            "tokens_per_second_range": [tokens / max(record.seconds), tokens / min(record.seconds)],
+            "tokens_per_cpu_second": tokens * arguments.repeats / record.cpu_seconds,
             "tokens": tokens,
-            "different_outputs": sum(a != b for a, b in zip(outputs[name], outputs[PLAIN], strict=True)),
-            "shares": decode.shares() if isinstance(decode, Ours) else None,
+            "tokens_per_pass": tokens / sum(record.passes.values()),
+            "different_outputs": sum(record.outputs[place] != plain.outputs[place] for place in plain.outputs),
+            "shares": system.decode.shares() if isinstance(system.decode, Ours) else None,
         }
     for row in rows.values():
-        row["times_plain"] = row["tokens_per_second"] / rows[PLAIN]["tokens_per_second"]
-    drafting = rows["specdraft, draft LM"]
-    keys = ("target", "prompts", "limit", "gamma", "max_new_tokens", "repeats", "draft", "layers", "head")
+        row["times_plain"] = row["tokens_per_second"] / rows["transformers, plain"]["tokens_per_second"]
+    keys = ("target", "prompts", "gamma", "max_new_tokens", "repeats", "draft", "layers", "head", "peer")
     return {
         "bench": "decode",
         "machine": machine.facts(arguments.dtype),
-        "settings": {key: getattr(arguments, key) for key in keys},
-        "over_assisted": drafting["tokens_per_second"] / rows["generate, assisted"]["tokens_per_second"],
-        "over_assisted_packed": drafting["tokens_per_second"] / rows["generate, assisted, packed"]["tokens_per_second"],
-        "neither_share": drafting["shares"]["neither"],
-        "outside_share": drafting["shares"]["outside_model_calls"],
+        "settings": {key: getattr(arguments, key) for key in keys} | {"limit": len(prompts)},
+        "as_loaded": verdict(bench.systems, rows, packed=False),
+        "packed": verdict(bench.systems, rows, packed=True),
         "systems": rows,
+    }
+
+
+def verdict(systems: Sequence[System], rows: dict[str, dict[str, Any]], *, packed: bool) -> dict[str, Any]:
+    """Our fastest over the fastest of the others, as loaded or packed, and the same by what is drafted with."""
+
+    def speed(system: System) -> float:
+        return cast(float, rows[system.name]["tokens_per_second"])
+
+    ours = [system for system in systems if system.ours]
+    theirs = [system for system in systems if not system.ours and system.packed == packed]
+    best, rival = max(ours, key=speed), max(theirs, key=speed)
+    alike: dict[str, float] = {}
+    for system in ours:
+        if peers := [speed(peer) for peer in theirs if peer.drafts == system.drafts]:
+            alike[system.drafts] = speed(system) / max(peers)
+    return {
+        "best_of_ours": best.name,
+        "best_of_theirs": rival.name,
+        "over_best": speed(best) / speed(rival),
+        "like_for_like": alike,
     }
 
 
@@ -216,8 +326,9 @@ def table(result: dict[str, Any]) -> str:
         f"greedy, {settings['limit']} prompts x {settings['repeats']}, at most {settings['max_new_tokens']} new tokens,"
         f" chains of {settings['gamma']}; {about['dtype']}, {about['threads']} threads, {about['cpu']}",
         "",
-        "| | tokens/s | lowest to highest | over plain | other outputs | target | drafter | neither | outside |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+        "| | tokens/s | lowest to highest | over plain | tokens a pass | other outputs | target | drafter | neither "
+        "| outside |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|",
     ]
     for name, row in result["systems"].items():
         low, high = row["tokens_per_second_range"]
@@ -227,25 +338,44 @@ def table(result: dict[str, Any]) -> str:
         ]
         lines.append(
             f"| {name} | {row['tokens_per_second']:.1f} | {low:.1f} to {high:.1f} | {row['times_plain']:.2f} x | "
-            f"{row['different_outputs']} | {' | '.join(parts)} |"
+            f"{row['tokens_per_pass']:.2f} | {row['different_outputs']} | {' | '.join(parts)} |"
         )
-    return "\n".join([*lines, "", NOTE, ""])
+    lines += ["", "| others | our best | their best | ratio | like for like |", "|---|---|---|---:|---|"]
+    for key, name in (("as_loaded", "as loaded"), ("packed", "packed")):
+        found = result[key]
+        alike = ", ".join(f"{drafts} {ratio:.2f} x" for drafts, ratio in found["like_for_like"].items())
+        lines.append(
+            f"| {name} | {found['best_of_ours']} | {found['best_of_theirs']} | {found['over_best']:.2f} x | {alike} |"
+        )
+    notes = [NOTE] + [NO_PEER] * (settings["peer"] is None) + [NO_HEAD] * (settings["head"] is None)
+    differ = any(row["different_outputs"] for row in result["systems"].values())
+    notes += [NEAR_TIES] * (differ and about["dtype"] != "float32")
+    return "\n".join([*lines, "", *notes, ""])
 
 
 NOTE = """\
-packed: the same model object with its weights packed by specdraft. other outputs: prompts answered otherwise than by
-plain generate. target, drafter, neither: shares of our loop's time by its own clocks; outside: what is not within a
-forward call of the target or the draft LM (a trained head's calls are not counted)."""
+packed: the same model with its weights packed by specdraft, as ours are. tokens a pass: new tokens over passes of the
+target, the prompt's included. other outputs: prompts answered otherwise than by transformers, plain. target, drafter,
+neither: shares of our loop's time by its own clocks; outside: what is not within a forward call of the target or the
+draft LM (a trained head's calls are not counted). like for like: with the same drafter, over the fastest of theirs."""
+NO_PEER = "economize's decoder is left out: give --peer economize."
+NO_HEAD = "a trained head is left out: give --head and its folder."
+NEAR_TIES = """\
+In half precision the likeliest token may change with the shape of a pass where two are nearly as likely: where other
+outputs are counted, tokens/s compares different texts, of the same length unless one ended sooner."""
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="scripts/bench decode", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="scripts/bench decode", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--peer", choices=PEERS, help="whom to compare with besides transformers")
     parser.add_argument("--target", default=".cache/smollm2-135m-instruct", help="as the demo makes it")
     parser.add_argument("--prompts", default="prompts/held_out.jsonl")
     parser.add_argument("--limit", type=int, default=8, help="prompts")
-    parser.add_argument("--draft", help="a draft LM's checkpoint; unset: the target's first layers")
-    parser.add_argument("--layers", type=int, default=6, help="layers of the draft that is cut from the target")
-    parser.add_argument("--head", help="a trained drafter's folder, timed as well")
+    parser.add_argument("--draft", help="a draft LM's checkpoint; unset: cut from the target")
+    parser.add_argument("--layers", type=int, default=6, help="the first layers, that such a draft has")
+    parser.add_argument("--head", help="a trained drafter's folder, timed as well; economize reads EAGLE-3 alone")
     parser.add_argument("--gamma", type=int, default=4, help="drafted tokens a round")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default=machine.DTYPE)
@@ -257,10 +387,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
 def main() -> None:
     arguments = parse(sys.argv[1:])
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            if arguments.draft is None:
-                cut(arguments.target, arguments.layers, Path(folder))
-            result = compare(arguments, arguments.draft or folder)
+        if arguments.peer is not None and version(arguments.peer) != PEERS[arguments.peer]:
+            print(f"compared is {arguments.peer} {version(arguments.peer)}", file=sys.stderr)
+        result = compare(arguments)
     except SpecdraftError as error:
         raise SystemExit(str(error)) from None
     print(table(result))

@@ -78,9 +78,9 @@ ENTRIES = (
     Entry("hydra", "hydra"),
     Entry("medusa", "medusa"),
     Entry("lm, cut from the target", "lm"),
-    Entry("lm, cut from the target, undistilled", "lm", trained=False),
+    Entry("lm, cut from the target, undistilled", "lm", trained=False, systems=(CHAIN,)),
     Entry("early exit", "early-exit"),
-    Entry("early exit, untrained", "early-exit", trained=False),
+    Entry("early exit, untrained", "early-exit", trained=False, systems=(CHAIN,)),
     Entry("prompt lookup", trained=False, systems=(CHAIN, SAMPLED)),
     *(
         Entry(name, method, objective(term), systems=(CHAIN, SAMPLED), timed=False)
