@@ -6,6 +6,9 @@ Packing ahead (what torch.compile's freezing does) takes that away from plain an
 float32 row needs no packing: it is read against the weight as it lies, which is faster.
 """
 
+from copy import deepcopy
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
@@ -21,9 +24,16 @@ class PackedLinear(nn.Module):
         self._packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach())
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if hidden.numel() == self.in_features and hidden.dtype == torch.float32:
+        alone = hidden.numel() == self.in_features and hidden.dtype == torch.float32
+        if alone or hidden.dtype != self._packed.dtype:  # weights that are float32 for a while, see `lossless`
             return linear(hidden, self.weight, self.bias)
         return torch.ops.mkldnn._linear_pointwise(hidden, self._packed, self.bias, "none", [], "")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Linear:
+        """A plain `nn.Linear`: copies are made to be changed, and a packed weight can be neither copied nor changed."""
+        copy = nn.Linear(self.in_features, self.out_features, bias=self.bias is not None, device="meta")
+        copy.weight, copy.bias = deepcopy(self.weight, memo), deepcopy(self.bias, memo)
+        return copy.train(self.training)
 
 
 def pack_linears(module: nn.Module) -> None:

@@ -75,6 +75,11 @@ class ChatFormat:
         """What serving sends for the next assistant turn. Raises RowError if the template refuses the messages."""
         return self._encode(self._render(self._completed(messages), tools, True))
 
+    def answer_text(self, ids: Sequence[int]) -> str:
+        """What an answer says, as the next turn's template is given it: without its end and other special tokens."""
+        words = ids[:-1] if ids and ids[-1] in self._end_ids else ids
+        return self.tokenizer.decode(words, skip_special_tokens=True)
+
     def samples(self, conversation: Conversation) -> list[Sample]:
         """The conversation's assistant turns, in as few samples as their renderings allow; [] if it has none.
 
