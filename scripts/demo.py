@@ -1,5 +1,8 @@
 """The demo's stages, in turn: target, respond, sample, capture, train, eval. Started by scripts/demo.
 
+With --full also: the head in INT8 and INT4, each measured; exported and verified; published. Where HF_ENDPOINT names a
+Hub it is uploaded there, with the token in HF_TOKEN; else the card and what would be uploaded are left in a folder.
+
 Each stage is a `specdraft` command with a file of configs/, and with --quick also the layer of the same name in
 configs/quick/. A stage that is done leaves a stamp and is skipped; one that was interrupted is started again and goes
 on by itself. Logs and outputs are in runs/demo or runs/quick.
@@ -11,6 +14,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,13 +26,50 @@ from typing import IO, Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = Path(".cache/smollm2-135m-instruct")
-WORK = {  # verb, config, output, expected seconds on two cores: the first estimates of the time left
-    "respond": ("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 150),
-    "sample": ("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 150),
-    "capture": ("capture", "capture-smollm2-135m.yaml", "store", 70),
-    "train": ("train", "eagle3-smollm2-135m.yaml", "head", 430),
-    "eval": ("eval", "eval-smollm2-135m.yaml", "report", 120),
+RUNS = "runs/demo"
+
+
+class Work(NamedTuple):
+    verb: str
+    config: str
+    output: str
+    seconds: float
+    """Expected, on two cores: the first estimate of the time left."""
+    settings: tuple[str, ...] = ()
+    """What is set beside the config."""
+
+
+WORK = {
+    "respond": Work("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 150),
+    "sample": Work("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 150),
+    "capture": Work("capture", "capture-smollm2-135m.yaml", "store", 70),
+    "train": Work("train", "eagle3-smollm2-135m.yaml", "head", 430),
+    "eval": Work("eval", "eval-smollm2-135m.yaml", "report", 120),
 }
+
+
+def variant(name: str, seconds: float, *settings: str) -> dict[str, Work]:
+    """Quantise the head, and measure that."""
+    head, report = f"head-{name}", f"report-{name}"
+    measured = (f"drafter.folder={RUNS}/{head}", f"output={RUNS}/{report}", "evaluation.training_log=null")
+    return {
+        name: Work("quantize", "quantize-smollm2-135m.yaml", head, seconds, (*settings, f"output={RUNS}/{head}")),
+        f"{name}-eval": Work("eval", "eval-smollm2-135m.yaml", report, 120, measured),
+    }
+
+
+VARIANTS = ", ".join(
+    f"{{name: {name}, folder: {RUNS}/head-{name}, reports: [{RUNS}/report-{name}/report.json]}}"
+    for name in ("int8", "int4")
+)
+FULL = {
+    **variant("int8", 150, "scheme=w8a8", "calibration=null"),
+    **variant("int4", 180),
+    "export": Work("export", "export-smollm2-135m.yaml", "head-speculators", 60),
+    "publish": Work("publish", "publish-smollm2-135m.yaml", "published", 20, (f"variants=[{VARIANTS}]",)),
+}
+AFRESH = ("quantize", "export", "publish")
+"""Verbs that begin again where they were interrupted."""
 QUICK = {"respond": 25, "capture": 15, "train": 25, "eval": 45}
 COUNT = re.compile(rb"(\d+)(?:/| of )(\d+)")
 PERCENT = re.compile(rb"(?<![\d.])(\d+)%()(?:\x1b\[[\d;]*m)* *(?:\||[\d-]+:)")  # of a bar, not of a log line
@@ -42,20 +83,27 @@ class Stage(NamedTuple):
     inputs: list[Path]  # files whose content decides the outcome, besides what the stages before made
     output: Path
     seconds: float
+    afresh: bool = False
+    """What an interruption left of it is removed before it begins."""
 
 
-def stages(folder: Path, quick: bool) -> list[Stage]:
+def stages(folder: Path, quick: bool, full: bool) -> list[Stage]:
     made = []
     if not CHECKPOINT.exists():  # it appears only when it is complete
         made = [Stage("target", [sys.executable, "scripts/smollm2.py", str(CHECKPOINT)], [], CHECKPOINT, 60)]
-    for name, (verb, config, output, seconds) in WORK.items():
+    for name, work in (WORK | FULL if full else WORK).items():
         if quick and name not in QUICK:
             continue
-        files = [Path("configs") / config, Path("configs/quick") / config][: 1 + quick]
+        files = [Path("configs") / work.config, Path("configs/quick") / work.config][: 1 + quick]
         options = [word for file in files for word in ("--config", str(file))]
-        prompts = Path("prompts/held_out.jsonl" if verb == "eval" else "prompts/train.jsonl")
-        command = [sys.executable, "-m", "specdraft.cli", verb, *options]
-        made.append(Stage(name, command, [*files, prompts], folder / output, QUICK[name] if quick else seconds))
+        prompts = "train" if work.verb in ("respond", "capture", "train") else "held_out"
+        command = [sys.executable, "-m", "specdraft.cli", work.verb, *options, *work.settings]
+        output = folder / work.output
+        if work.verb == "publish" and "HF_ENDPOINT" in os.environ:
+            name, output = "upload", folder / "uploaded"
+            command = ["env", "HF_HUB_OFFLINE=0", *command, f"output={output}", "upload=true"]
+        inputs = [*files, Path(f"prompts/{prompts}.jsonl")]
+        made.append(Stage(name, command, inputs, output, QUICK[name] if quick else work.seconds, work.verb in AFRESH))
     return made
 
 
@@ -172,25 +220,32 @@ def say(line: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="scripts/demo", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="less of everything, under 4 minutes on 2 cores")
-    quick = parser.parse_args().quick
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--quick", action="store_true", help="less of everything, under 4 minutes on 2 cores")
+    length.add_argument("--full", action="store_true", help="also quantise, export and publish; half as long again")
+    asked = parser.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.chdir(ROOT)
     os.environ.update(LIVE_BARS, HF_HUB_OFFLINE="1")
-    folder = Path("runs/quick" if quick else "runs/demo")
+    folder = Path("runs/quick" if asked.quick else RUNS)
     folder.mkdir(parents=True, exist_ok=True)
 
     key, todo = "", []
-    for stage in stages(folder, quick):
+    line = stages(folder, asked.quick, asked.full)
+    for stage in line:
         if stage.inputs:
             key = hashlib.sha256(b"".join([key.encode(), *(path.read_bytes() for path in stage.inputs)])).hexdigest()
         if not is_done(stage, folder, key):
             todo.append((stage, key))
     clock = Clock([stage for stage, _ in todo])
     for stage, key in todo:
+        if stage.afresh:
+            shutil.rmtree(stage.output, ignore_errors=True)
         summary = run(stage, clock, folder)
         stamp(stage, folder).write_text(json.dumps({"key": key, "summary": summary}), encoding="utf-8")
     show(folder / "report")
+    if asked.full:
+        print(f"The card: {line[-1].output / 'main' / 'README.md'}")
 
 
 def stamp(stage: Stage, folder: Path) -> Path:

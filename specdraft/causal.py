@@ -89,7 +89,7 @@ class CausalLM:
     @torch.no_grad()
     def head(self, hidden: Tensor) -> Tensor:
         """Last hidden states [..., H] to the model's logits [..., V], its scaling and soft-capping included."""
-        return self.finish(self._head(hidden.to(self._head.weight.device, self.dtype)))
+        return self.finish(self._head(hidden.to(next(self._head.parameters()).device, self.dtype)))
 
     def session(self, taps: tuple[int, ...], batch: int) -> "Session":
         return Session(self, taps, batch)

@@ -72,6 +72,13 @@ STAGES = {
         "Which drafter, chain or tree is best, up to which batch size; replayed where that is exact, then confirmed.",
         "specdraft tune --config configs/tune-smollm2-135m.yaml",
     ),
+    "quantize": Stage(
+        "specdraft.quantization",
+        "QuantizeRecipe",
+        "quantize",
+        "Bring a trained drafter to INT8 or INT4, in the form that engines load, and report what acceptance it cost.",
+        "specdraft quantize --config configs/quantize-smollm2-135m.yaml scheme=w8a8",
+    ),
     "export": Stage(
         "specdraft.export",
         "ExportRecipe",
@@ -86,6 +93,13 @@ STAGES = {
         "Take over a drafter that others trained, whatever layout it has, so that it can be measured here.",
         "specdraft import folder=their-head target.name=the-target output=runs/their-head",
     ),
+    "publish": Stage(
+        "specdraft.publish",
+        "PublishRecipe",
+        "publish",
+        "Bring a drafter to the Hugging Face Hub, with a card of what was measured; sends nothing without upload=true.",
+        "specdraft publish --config configs/publish-smollm2-135m.yaml upload=true",
+    ),
 }
 
 Config = Annotated[
@@ -95,6 +109,17 @@ Config = Annotated[
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="KEY=VALUE", help="Settings that win over the files.")]
 CheckLossless = Annotated[
     bool, typer.Option("--check-lossless", help="Exit with 1 where a system is not lossless: check_lossless=true.")
+]
+Engine = Annotated[
+    str | None,
+    typer.Option("--engine", help="Have a serving engine decode the same prompts, and compare: engine.kind=vllm."),
+]
+CheckServed = Annotated[
+    bool, typer.Option("--check-served", help="Exit with 1 where the engine counts otherwise: check_served=true.")
+]
+VerifyEngine = Annotated[
+    str | None,
+    typer.Option("--verify-engine", help="Have a serving engine load what was written: verify_engine.kind=vllm."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the resolved recipe as YAML and stop.")]
 
@@ -132,12 +157,28 @@ def _add_verb(name: str, stage: Stage) -> None:
         config: Config = None,
         overrides: Overrides = None,
         check_lossless: CheckLossless = False,
+        engine: Engine = None,
+        check_served: CheckServed = False,
         dry_run: DryRun = False,
     ) -> None:
-        run(name, config or [], [*(overrides or []), *["check_lossless=true"] * check_lossless], dry_run)
+        flags = ["check_lossless=true"] * check_lossless + ["check_served=true"] * check_served
+        run(name, config or [], [*(overrides or []), *flags, *_kind("engine", engine)], dry_run)
+
+    def verified(
+        config: Config = None,
+        overrides: Overrides = None,
+        verify_engine: VerifyEngine = None,
+        dry_run: DryRun = False,
+    ) -> None:
+        run(name, config or [], [*(overrides or []), *_kind("verify_engine", verify_engine)], dry_run)
 
     help_ = f"{stage.help}\n\nExample: {stage.example}"
-    app.command(name, cls=StageCommand, help=help_, no_args_is_help=True)(checked if name == "eval" else verb)
+    with_flags: dict[str, Callable[..., None]] = {"eval": checked, "export": verified}
+    app.command(name, cls=StageCommand, help=help_, no_args_is_help=True)(with_flags.get(name, verb))
+
+
+def _kind(section: str, kind: str | None) -> list[str]:
+    return [] if kind is None else [f"{section}.kind={kind}"]
 
 
 def run(name: str, paths: list[Path], overrides: list[str], dry_run: bool = False) -> None:

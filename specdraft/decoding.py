@@ -8,20 +8,26 @@ Plain decoding is the same loop without a drafter: a tree without nodes, and one
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessor
 
 from specdraft.causal import Session
 from specdraft.config import SpecdraftError
+from specdraft.controls import StopStrings
 from specdraft.dice import Dice, SeededDice
 from specdraft.drafters.base import Drafter
+from specdraft.reliability import reliability
 from specdraft.target import FrozenTarget
-from specdraft.tree import ALONE, CHOSEN, ROOT, DraftTree
+from specdraft.tree import DraftTree
 from specdraft.verify import Probed, Thresholds, Verdict, typical, verify
-from specdraft.warping import Warp
+from specdraft.warping import Prefixes, Processors, Warp
+from specdraft.witness import Transforms, Witness
+
+Ended = Literal["end token", "stop string", "cap"]
 
 
 class Round(NamedTuple):
@@ -30,7 +36,7 @@ class Round(NamedTuple):
     offered: int
     """Depths at which a candidate stood on the accepted path: `accepted` or `accepted + 1`."""
     accepted: int
-    """Accepted drafted tokens, before the row is trimmed at an end token or at the length cap."""
+    """Accepted drafted tokens, before the row is trimmed at an end token, a stop string or the length cap."""
     emitted: int
     """Tokens that entered the output."""
     proposed: int
@@ -45,17 +51,13 @@ class Generation:
 
     tokens: list[int] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
-    ended: bool = False
-    """An end token was reached (it is the last of `tokens`), not the length cap."""
-    pit: list[float] = field(default_factory=list)
-    """Sampled decoding: for each token, a uniform draw from [P(before token), P(up to token)] under the target's p, its
-    tokens in falling order of probability, made by a stream of its own. Uniform on [0, 1] if tokens follow p."""
-    draft_pit: list[float | None] = field(default_factory=list)
-    """The same with the tokens in rising order of p over the draft law there: first what was drafted more often than
-    the target would write it, which a wrong rule writes too often or too seldom. None where nothing was drafted."""
-    trial_pit: list[float] = field(default_factory=list)
-    """Sampled decoding: the place of each drawn trial's token in the law that its tree says it was drawn from, accepted
-    or not; tokens of siblings drawn before it first, then in falling order. Uniform if the drafter hands on its q."""
+    ended: Ended | None = None
+    """Why; None: it goes on. The end token, or the one that completed a stop string, is the last of `tokens`."""
+    transforms: Transforms = field(default_factory=Transforms)
+    """What a witness recorded; without one, nothing."""
+    reliability: Tensor | None = field(default=None, compare=False)
+    """float64 [BINS, 4] on the CPU: the sums of `reliability.reliability` over the rounds; None: no drafter gave its
+    confidence."""
 
 
 @dataclass
@@ -68,6 +70,8 @@ class Decoding:
     drafter_seconds: float = 0.0
     other_seconds: float = 0.0
     """In verification, commits and bookkeeping."""
+    witness_seconds: float = 0.0
+    """In recording transforms: no part of decoding, and not of `seconds`."""
     passes: int = 0
     """Target passes after the prompts', over batches."""
 
@@ -95,36 +99,99 @@ def generate(
     prompts: Sequence[Sequence[int]],
     *,
     warp: Warp,
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
+    processors: Processors | None = None,
+    stop: Sequence[str] = (),
+    lossy: Thresholds | None = None,
     batch_size: int = 1,
     seed: int = 0,
-    first_index: int = 0,
-    lossy: Thresholds | None = None,
+    streams: Sequence[int] | None = None,
+    dice: Callable[[Sequence[int]], Dice] = SeededDice,
+    witness: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Decoding:
     """Decode `prompts` (token ids) in batches, in order. `drafter` None is plain decoding.
 
-    A row's outcome depends on (seed, first_index + its index), not on the rows beside it or the batch size: whoever
-    decodes in several calls counts on. `progress` is called with the number of prompts done since the last call.
+    A row ends at an end token of the target, at the token that completes one of the strings `stop` in its answer, or
+    at its cap: `max_new_tokens`, one for all or one a prompt. Its outcome depends on (seed, its stream), not on the
+    rows beside it or the batch size; `streams`: a number a prompt, None: 0, 1, 2... `dice` makes a batch's from a seed
+    a row. `processors` change the target's logits before the warp (see `warping.Processors`), and the drafter's where
+    `proposals` makes its tree; others draft unprocessed, which costs acceptance alone.
     `lossy`: accept by `verify.typical` with these thresholds, which changes the law of what is written; None, the rule
-    that keeps it. Raises SpecdraftError for an empty prompt or cap, and for `lossy` where decoding is greedy.
+    that keeps it. `witness`: record each generation's `transforms`. `progress` is called with the number of prompts
+    done since the last call.
+
+    Raises SpecdraftError for an empty prompt or cap, for stop strings without a tokenizer, for `lossy` or `witness`
+    where decoding is greedy, and where the processors leave a row no token.
     """
-    if max_new_tokens < 1:
-        raise SpecdraftError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
-    if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
-        raise SpecdraftError(f"prompt {empty[0]} has no token; every prompt needs at least one")
+    caps = _caps(prompts, max_new_tokens)
     if lossy is not None and warp.greedy:
         raise SpecdraftError("typical acceptance needs a temperature above 0: greedy decoding has one token to accept")
+    if witness and warp.greedy:
+        raise SpecdraftError("a witness needs a temperature above 0: greedy decoding is compared token by token")
+    ends, numbers = frozenset(target.end_ids), range(len(prompts)) if streams is None else streams
     decoding = Decoding([Generation() for _ in prompts])
     for start in range(0, len(prompts), batch_size):
         indices = range(start, min(start + batch_size, len(prompts)))
-        batch = _Batch(target, drafter, warp, max_new_tokens, decoding, indices, seed, first_index, lossy)
-        batch.prefill([prompts[index] for index in indices])
-        while batch.alive:
+        rows = [
+            _Row(
+                decoding.generations[index],
+                prompts[index],
+                caps[index],
+                ends,
+                StopStrings(stop, target.tokenizer) if stop else None,
+                None if processors is None else processors(len(prompts[index])),
+            )
+            for index in indices
+        ]
+        seeds, aside = ([_seed(seed, numbers[index], stream) for index in indices] for stream in (0, 1))
+        seer = Witness(aside, [row.generation.transforms for row in rows]) if witness else None
+        batch = _Batch(target, drafter, warp, decoding, rows, dice(seeds), seer, lossy)
+        batch.prefill()
+        while batch.rows:
             batch.round()
         if progress is not None:
             progress(len(indices))
     return decoding
+
+
+def _caps(prompts: Sequence[Sequence[int]], cap: int | Sequence[int]) -> list[int]:
+    """The cap of each prompt. Raises SpecdraftError for an empty prompt or cap."""
+    if empty := [index for index, prompt in enumerate(prompts) if not prompt]:
+        raise SpecdraftError(f"prompt {empty[0]} has no token; every prompt needs at least one")
+    caps = [cap] * len(prompts) if isinstance(cap, int) else list(cap)
+    if len(caps) != len(prompts) or min(caps, default=1) < 1:
+        raise SpecdraftError(f"max_new_tokens must be at least 1, one for all or one a prompt, got {cap}")
+    return caps
+
+
+@dataclass
+class _Row:
+    """One prompt that is being answered."""
+
+    generation: Generation
+    prompt: Sequence[int]
+    cap: int
+    ends: frozenset[int]
+    stops: StopStrings | None = None
+    processors: Sequence[LogitsProcessor] | None = None
+
+    def emit(self, tokens: Sequence[int]) -> int:
+        """Append up to the end; returns how many."""
+        generation = self.generation
+        for count, token in enumerate(tokens, 1):
+            generation.tokens.append(token)
+            generation.ended = self._ended(token)
+            if generation.ended is not None:
+                return count
+        return len(tokens)
+
+    def _ended(self, newest: int) -> Ended | None:
+        if newest in self.ends:
+            return "end token"
+        if self.stops is not None and self.stops.completed_by(newest):
+            return "stop string"
+        return "cap" if len(self.generation.tokens) == self.cap else None
 
 
 class _Batch:
@@ -135,138 +202,126 @@ class _Batch:
         target: FrozenTarget,
         drafter: Drafter | None,
         warp: Warp,
-        cap: int,
         decoding: Decoding,
-        indices: Sequence[int],
-        seed: int,
-        first_index: int,
+        rows: list[_Row],
+        dice: Dice,
+        witness: Witness | None = None,
         lossy: Thresholds | None = None,
     ) -> None:
-        self.target, self.drafter, self.warp, self.cap, self.decoding = target, drafter, warp, cap, decoding
-        self.lossy = lossy
-        self.session: Session = target.session(drafter.taps if drafter is not None else (), len(indices))
-        self.ends = frozenset(target.end_ids)
-        self.alive = [decoding.generations[index] for index in indices]
-        self.dice: Dice = SeededDice([_seed(seed, first_index + index, 0) for index in indices])
-        self.pit_dice = SeededDice([_seed(seed, first_index + index, 1) for index in indices])
+        self.target, self.drafter, self.warp, self.decoding = target, drafter, warp, decoding
+        self.rows, self.dice, self.witness, self.lossy = rows, dice, witness, lossy
+        self.session: Session = target.session(drafter.taps if drafter is not None else (), len(rows))
         self.roots = torch.empty(0, dtype=torch.int64)
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        tokens, mask = pad(prompts, self.target.device)
-        with self.decoding.timed("prefill_seconds", self.target.device):
+    def prefill(self) -> None:
+        tokens, mask = pad([row.prompt for row in self.rows], self.target.device)
+        everyone, device = range(len(self.rows)), self.target.device
+        with self.decoding.timed("prefill_seconds", device):
             seen = self.session.read(tokens, mask)
-            last = seen.hidden[torch.arange(len(prompts), device=mask.device), mask.sum(1) - 1]
-            law = self._law(last)
-            if self.warp.greedy:
-                self.roots = law
-            else:
-                self.roots = self.dice.draw(law, range(len(prompts)))
-                self._transform(law[:, None], None, self.roots[:, None], torch.ones_like(self.roots))
-        with self.decoding.timed("drafter_seconds", self.target.device):
+            last = seen.hidden[torch.arange(len(tokens), device=mask.device), mask.sum(1) - 1]
+            law = self._law(last[:, None], DraftTree.empty(len(tokens), device), self._prefixes())[:, 0]
+            self.roots = law if self.warp.greedy else self.dice.draw(law, everyone)
+        if self.witness is not None:
+            with self.decoding.timed("witness_seconds", device):
+                self.witness.first(law, self.roots)
+        with self.decoding.timed("drafter_seconds", device):
             self.memory = None if self.drafter is None else self.drafter.begin(seen, self.roots, self.session)
-        for row, token in enumerate(self.roots.tolist()):
-            self._emit(self.alive[row], [token])
+        for row, token in zip(self.rows, self.roots.tolist(), strict=True):
+            row.emit([token])
         self._drop_ended()
 
     def round(self) -> None:
-        device = self.target.device
+        device, prefixes = self.target.device, self._prefixes()
         with self.decoding.timed("drafter_seconds", device):
             if self.drafter is None:
-                tree = DraftTree.empty(len(self.alive), device)
+                tree = DraftTree.empty(len(self.rows), device)
             else:
-                tree = self.drafter.propose(self.memory, warp=self.warp, dice=self.dice)
+                warp = replace(self.warp, prefixes=prefixes)
+                tree = self.drafter.propose(self.memory, warp=warp, dice=self.dice)
         with self.decoding.timed("target_seconds", device):
             seen = self.session.extend(self.roots, tree)
-            p = self._law(seen.hidden)
+            p = self._law(seen.hidden, tree, prefixes)
         with self.decoding.timed("other_seconds", device):
             verdict = self._verdict(tree, p)
-            if tree.laws is not None and not self.warp.greedy:
-                self._transform_trials(tree)
             committed = self.session.commit(verdict)
             self.roots = verdict.token
             emitted = torch.cat([committed.tokens[:, 1:], torch.zeros_like(self.roots)[:, None]], 1)
             emitted.scatter_(1, verdict.accepted[:, None], verdict.token[:, None])
-            if not self.warp.greedy:
-                self._transform(_laws_of(p, verdict), _drafted(tree, verdict, p), emitted, verdict.accepted + 1)
-            self._record(tree, verdict, emitted)
+            counts = self._record(tree, p, verdict, emitted)
             self.decoding.passes += 1
-        if self.drafter is not None and any(map(self._goes_on, self.alive)):
+        if self.witness is not None:
+            with self.decoding.timed("witness_seconds", device):
+                self.witness.round(tree, p, verdict, emitted, counts)
+        if self.drafter is not None and any(row.generation.ended is None for row in self.rows):
             with self.decoding.timed("drafter_seconds", device):
                 self.memory = self.drafter.remember(self.memory, verdict, committed)
         with self.decoding.timed("other_seconds", device):
             self._drop_ended()
 
-    def _law(self, hidden: Tensor) -> Tensor:
-        """p after hidden states [rows, ..., H]: probabilities, or argmax ids where decoding is greedy."""
+    def _prefixes(self) -> Prefixes | None:
+        """The rows' texts, where there is something that reads them."""
+        processors = [row.processors for row in self.rows if row.processors is not None]
+        if not processors:
+            return None
+        device = self.target.device
+        ids = [torch.tensor([*row.prompt, *row.generation.tokens], device=device) for row in self.rows]
+        return Prefixes(ids, processors, torch.tensor(self.target.end_ids, dtype=torch.int64, device=device))
+
+    def _law(self, hidden: Tensor, tree: DraftTree, prefixes: Prefixes | None) -> Tensor:
+        """p after the root and each node, whose hidden states are [rows, 1 + nodes, H]: probabilities, or argmax ids
+        where decoding is greedy; -1 where processors leave none."""
         logits = self.target.head(hidden)
         if not (finite := torch.isfinite(logits.amax(-1))).all():
             row = int((~finite).nonzero()[0, 0])
             raise ValueError(f"the target's logits hold NaN or infinity in pass {self.decoding.passes}, row {row}")
-        return logits.argmax(-1) if self.warp.greedy else self.warp(logits)
+        if prefixes is None:
+            return logits.argmax(-1) if self.warp.greedy else self.warp(logits)
+        present = torch.cat([torch.ones_like(tree.present[:, :1]), tree.present], 1) if tree.nodes else None
+        logits = prefixes.process(logits, tree.tokens, tree.attends()[..., 1:], present)
+        left = torch.isfinite(logits.amax(-1))
+        self._check_left(left[:, 0])
+        return logits.argmax(-1).where(left, -1) if self.warp.greedy else self.warp(logits)
+
+    def _check_left(self, left: Tensor) -> None:
+        if not left.all():
+            index = int((~left).nonzero()[0, 0])
+            raise SpecdraftError(
+                f"the logits processors leave row {index} of a batch no token that could come next: ask less of them"
+            )
 
     def _verdict(self, tree: DraftTree, p: Tensor) -> Verdict:
         verdict = verify(tree, p, self.dice) if self.lossy is None else typical(tree, p, self.lossy, self.dice)
+        self._check_left(verdict.token >= 0)
         if torch.equal(tree.candidate, tree.present):
             return verdict
         return verdict._replace(probed=Probed(tree, p if self.warp.greedy else p.argmax(-1)))
 
-    def _record(self, tree: DraftTree, verdict: Verdict, emitted: Tensor) -> None:
-        """Append each row's tokens and round."""
+    def _record(self, tree: DraftTree, p: Tensor, verdict: Verdict, emitted: Tensor) -> list[int]:
+        """Append each row's tokens and round; returns how many of its tokens entered the output."""
         proposed = (tree.candidate & tree.present).sum(1).tolist()
         offered, chances, accepted = verdict.offered.sum(1).tolist(), verdict.chance.tolist(), verdict.accepted.tolist()
-        for row, tokens in enumerate(emitted.tolist()):
-            count = self._emit(self.alive[row], tokens[: accepted[row] + 1])
-            chance = tuple(chances[row][: offered[row]])
-            self.alive[row].rounds.append(Round(offered[row], accepted[row], count, proposed[row], chance))
-
-    def _emit(self, generation: Generation, tokens: list[int]) -> int:
-        """Append up to an end token or the cap; returns how many."""
-        tokens = tokens[: self.cap - len(generation.tokens)]
-        for place, token in enumerate(tokens):
-            if token in self.ends:
-                tokens, generation.ended = tokens[: place + 1], True
-                break
-        generation.tokens.extend(tokens)
-        return len(tokens)
-
-    def _goes_on(self, generation: Generation) -> bool:
-        return not generation.ended and len(generation.tokens) < self.cap
-
-    def _transform(self, laws: Tensor, drafted: Tensor | None, tokens: Tensor, counts: Tensor) -> None:
-        """Record the randomised probability integral transforms of tokens [rows, n], of which `counts` were emitted."""
-        laws = laws.double()
-        by_law = _places(laws, -laws, tokens)
-        if drafted is not None:
-            by_draft = _places(laws, laws / drafted.double(), tokens)
-            offered = (drafted > 0).any(-1).tolist()
-        for row, count in enumerate(counts.tolist()):
-            generation = self.alive[row]
-            for step in range(min(count, self.cap - len(generation.tokens))):
-                inside = float(self.pit_dice.uniform([row])[0])
-                generation.pit.append(by_law[0][row][step] + inside * by_law[1][row][step])
-                seen = drafted is not None and offered[row][step]
-                generation.draft_pit.append(by_draft[0][row][step] + inside * by_draft[1][row][step] if seen else None)
-
-    def _transform_trials(self, tree: DraftTree) -> None:
-        """Record the transforms of the tokens that were drawn."""
-        drawn, (before, own) = _trial_places(tree)
-        for row, trials in enumerate(drawn.tolist()):
-            for trial in (place for place, made in enumerate(trials) if made):
-                inside = float(self.pit_dice.uniform([row])[0])
-                self.alive[row].trial_pit.append(before[row][trial] + inside * own[row][trial])
+        counts = []
+        for index, (row, tokens) in enumerate(zip(self.rows, emitted.tolist(), strict=True)):
+            count = row.emit(tokens[: accepted[index] + 1])
+            chance = tuple(chances[index][: offered[index]])
+            row.generation.rounds.append(Round(offered[index], accepted[index], count, proposed[index], chance))
+            counts.append(count)
+        if tree.confidence is not None:
+            for row, sums in zip(self.rows, reliability(tree, p, verdict).cpu(), strict=True):
+                before = row.generation.reliability
+                row.generation.reliability = sums if before is None else before + sums
+        return counts
 
     def _drop_ended(self) -> None:
-        rows = [row for row, generation in enumerate(self.alive) if self._goes_on(generation)]
-        if len(rows) == len(self.alive):
+        rows = [index for index, row in enumerate(self.rows) if row.generation.ended is None]
+        if len(rows) == len(self.rows):
             return
-        for generation in self.alive:
-            for places in (generation.pit, generation.draft_pit):
-                del places[len(generation.tokens) :]  # of tokens that were trimmed
-        self.alive = [self.alive[row] for row in rows]
+        self.rows = [self.rows[index] for index in rows]
         if not rows:
             return
-        self.roots = self.roots[rows]
-        self.dice, self.pit_dice = self.dice.keep(rows), self.pit_dice.keep(rows)
+        self.roots, self.dice = self.roots[rows], self.dice.keep(rows)
+        if self.witness is not None:
+            self.witness.keep(rows)
         self.session.keep(rows)
         if self.drafter is not None:
             self.memory = self.drafter.keep(self.memory, rows)
@@ -278,58 +333,6 @@ def pad(rows: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Te
     tokens = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows], device=device)
     lengths = torch.tensor([len(row) for row in rows], device=device)
     return tokens, torch.arange(longest, device=device) < lengths[:, None]
-
-
-def _laws_of(p: Tensor, verdict: Verdict) -> Tensor:
-    """The target's law at the root and each accepted node: [batch, 1 + most accepted, V]."""
-    nodes = torch.cat([torch.zeros_like(verdict.accepted)[:, None], verdict.path + 1], 1)
-    nodes = nodes[:, : int(verdict.accepted.max()) + 1].clamp(min=0)
-    return p[torch.arange(len(p), device=p.device)[:, None], nodes]
-
-
-def _drafted(tree: DraftTree, verdict: Verdict, p: Tensor) -> Tensor:
-    """How many trials at the root and at each accepted node are to propose each token, [batch, 1 + most accepted, V]:
-    the sum of their laws, one-hot where chosen. It is settled before any of them is drawn, so it tells nothing of the
-    token that is emitted there."""
-    most = int(verdict.accepted.max())
-    at = torch.cat([torch.full_like(verdict.accepted, ROOT)[:, None], verdict.path[:, :most]], 1)
-    at[:, 1:][at[:, 1:] < 0] = ROOT - 1  # beyond the accepted nodes no trial took place
-    index = tree.draws.node.clamp(min=0)
-    real = (tree.draws.node >= 0) & (tree.candidate & tree.present).gather(1, index)
-    here = real[:, None] & (tree.parents.gather(1, index)[:, None] == at[..., None])
-    chosen, each = tree.draws.law == CHOSEN, (*here.shape[:2], -1)
-    found = p.new_zeros(*here.shape[:2], p.shape[-1])
-    found.scatter_add_(2, tree.tokens.gather(1, index)[:, None].expand(each), (here & chosen[:, None]).to(p))
-    if tree.laws is not None:
-        trials = p.new_zeros(*here.shape[:2], tree.laws.shape[1])
-        trials.scatter_add_(2, tree.draws.law.clamp(min=0)[:, None].expand(each), (here & ~chosen[:, None]).to(p))
-        found += trials @ tree.laws.to(p)
-    return found
-
-
-def _trial_places(tree: DraftTree) -> tuple[Tensor, tuple[list[list[float]], list[list[float]]]]:
-    """Which trials were drawn, bool [batch, draws], and each one's `_places` in its law. Tokens of earlier siblings
-    come first; where they were drawn with it without replacement, its law is what they left."""
-    assert tree.laws is not None
-    draws, index = tree.draws, tree.draws.node.clamp(min=0)
-    drawn = (draws.node >= 0) & (draws.law != CHOSEN) & tree.present.gather(1, index)
-    parent, tokens = tree.parents.gather(1, index), tree.tokens.gather(1, index)
-    earlier = (drawn[:, None] & (parent[..., None] == parent[:, None])).tril(-1)
-    together = earlier & (draws.group[..., None] == draws.group[:, None]) & (draws.group != ALONE)[:, None]
-    law = tree.laws[torch.arange(tree.batch, device=index.device)[:, None], draws.law.clamp(min=0)].double()
-    siblings = tokens[:, None].expand(earlier.shape)
-    law = law * (torch.zeros_like(law).scatter_add_(2, siblings, together.double()) == 0)
-    law = law / law.sum(-1, keepdim=True)
-    return drawn, _places(law, -law - torch.zeros_like(law).scatter_add_(2, siblings, earlier.double()), tokens)
-
-
-def _places(laws: Tensor, keys: Tensor, tokens: Tensor) -> tuple[list[list[float]], list[list[float]]]:
-    """Of each token [rows, n], with the vocabulary in rising order of `keys` [rows, n, V] and then of id: the
-    probability of what stands before it under `laws`, and its own."""
-    own, ids = tokens[..., None], torch.arange(laws.shape[-1], device=laws.device)
-    key = keys.gather(-1, own)
-    before = (keys < key) | ((keys == key) & (ids < own))
-    return torch.where(before, laws, 0).sum(-1).tolist(), laws.gather(-1, own)[..., 0].tolist()
 
 
 def _seed(seed: int, index: int, stream: int) -> int:

@@ -26,15 +26,26 @@ from specdraft.drafters import DRAFTERS, load_drafter
 from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.evaluation import ChainSystem, EvalRecipe, Prompt, evaluate
 from specdraft.evaluation.prompts import read_prompts
+from specdraft.evaluation.served import Ask, VllmEngine, confront, decode_both
+from specdraft.evaluation.served_counts import Served
 from specdraft.formats import FORMATS, Folder, Naming, recognise
 from specdraft.formats.safeailab import TAPS
-from specdraft.provenance import FILE_NAME, Provenance
+from specdraft.objectives import Prediction
+from specdraft.provenance import FILE_NAME, Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
 
 log = logging.getLogger(__name__)
 
 FormatName = Literal[
-    "safeailab", "speculators", "eagle1-vllm", "eagle1-sglang", "medusa-vllm", "fasterdecoding", "mtp", "huggingface"
+    "safeailab",
+    "modelopt",
+    "speculators",
+    "eagle1-vllm",
+    "eagle1-sglang",
+    "medusa-vllm",
+    "fasterdecoding",
+    "mtp",
+    "huggingface",
 ]
 _GAMMA = 3
 _ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
@@ -49,7 +60,7 @@ class ExportRecipe(Recipe):
     target: TargetRecipe
     """Its target."""
     format: FormatName
-    """The layout: EAGLE-3 as safeailab (every engine) or speculators; eagle1-vllm or eagle1-sglang; Medusa as
+    """The layout: EAGLE-3 as safeailab (every engine), modelopt or speculators; eagle1-vllm or eagle1-sglang; Medusa as
     medusa-vllm or fasterdecoding; mtp, stitched into a copy of the target's checkpoint; a draft LM as huggingface."""
     output: Path
     """Folder to write; it must not be there yet."""
@@ -60,8 +71,10 @@ class ExportRecipe(Recipe):
     `target.name`."""
     verify: bool = True
     """Read what was written in a fresh process, and compare logits and acceptance; a difference is an error."""
+    verify_engine: VllmEngine | None = None
+    """Have an engine load what was written and decode: its counts must be those of the drafter here, to the count."""
     prompts: tuple[str, ...] = ()
-    """Prompts for that, as for `eval`; the first four. Unset: four rows of random tokens."""
+    """Prompts for both, as for `eval`; the first four. Unset: four rows of random tokens."""
     max_new_tokens: int = Field(default=32, ge=8)
     """Tokens decoded from each of them."""
 
@@ -69,8 +82,10 @@ class ExportRecipe(Recipe):
     def _no_idle_setting(self) -> Self:
         if self.target_name is not None and not FORMATS[self.format].names_target:
             raise ValueError(f"target_name has no effect: the layout {self.format} does not name the target")
-        if self.prompts and not self.verify:
+        if self.prompts and not (self.verify or self.verify_engine):
             raise ValueError("prompts have no effect without verify")
+        if self.verify_engine is not None and "vLLM" not in FORMATS[self.format].engines:
+            raise ValueError(f"verify_engine: vLLM does not load the layout {self.format}")
         return self
 
 
@@ -101,15 +116,20 @@ def export(recipe: ExportRecipe) -> dict[str, Any]:
         raise SpecdraftError(f"{recipe.drafter} holds a drafter of the kind {kind}; its layouts are: {fitting}")
     if recipe.dtype != "auto":
         drafter.to(dtype=getattr(torch, recipe.dtype))  # type: ignore[call-arg]
+    if recipe.verify_engine is not None:
+        recipe.verify_engine.ready(cast(Drafter, drafter))
     target = FrozenTarget.load(recipe.target)
     drafter.attach(target)
     nn.Module.to(drafter, target.device)
     summary: dict[str, Any] = {"output": str(recipe.output), "format": recipe.format, "engines": layout.engines}
     try:
         layout.write(drafter, Naming(target, recipe.target_name or recipe.target.name), recipe.output)
-        _provenance(recipe, recipe.drafter, target).write(recipe.output)
+        made = _provenance(recipe, recipe.drafter, target)
+        replace(made, recipe={**made.recipe, "written": hash_weights(recipe.output)}).write(recipe.output)
         if recipe.verify:
             summary["verified"] = verify(recipe, target, drafter)
+        if recipe.verify_engine is not None:
+            summary["served"] = verify_served(recipe, recipe.verify_engine, target, drafter).model_dump(mode="json")
     except BaseException:
         shutil.rmtree(recipe.output, ignore_errors=True)
         raise
@@ -151,13 +171,10 @@ class Evidence(NamedTuple):
 @torch.no_grad()
 def gather(target: FrozenTarget, drafter: TrainableDrafter, prompts: list[list[int]], max_new_tokens: int) -> Evidence:
     """The evidence of a drafter that is attached to `target`."""
-    tokens = torch.randint(target.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(target.device)
-    seen = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), drafter.taps)
-    predictions = drafter.predict(tokens, seen)
-    logits = [prediction.head(prediction.hidden).float().cpu().contiguous() for prediction in predictions]
-    anywhere = predictions[0].shift == 0  # a language model, which drafts as deep as asked
+    predictions = _predictions(target, drafter)
+    logits = [prediction.logits(prediction.hidden).float().cpu().contiguous() for prediction in predictions]
     settings = EvalRecipe(
-        systems=(ChainSystem(gamma=_GAMMA if anywhere else min(_GAMMA, len(predictions))),),
+        systems=(ChainSystem(gamma=_gamma(predictions)),),
         max_new_tokens=max_new_tokens,
         batch_size=len(prompts),
         compare_with_plain=False,
@@ -167,6 +184,19 @@ def gather(target: FrozenTarget, drafter: TrainableDrafter, prompts: list[list[i
     asked = [Prompt(ids, "") for ids in prompts]
     report = evaluate(target, cast(Drafter, drafter), settings, prompts=asked)
     return Evidence(logits, report.systems[0].acceptance.metrics())
+
+
+def _predictions(target: FrozenTarget, drafter: TrainableDrafter) -> list[Prediction]:
+    """Teacher-forced on two rows of 16 random tokens, always the same."""
+    tokens = torch.randint(target.vocab_size, (2, 16), generator=torch.Generator().manual_seed(0)).to(target.device)
+    seen = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), drafter.taps)
+    return drafter.predict(tokens, seen)
+
+
+def _gamma(predictions: list[Prediction]) -> int:
+    """Length of the chains that are compared: no deeper than was trained."""
+    anywhere = predictions[0].shift == 0  # a language model, which drafts as deep as asked
+    return _GAMMA if anywhere else min(_GAMMA, len(predictions))
 
 
 def compare(meant: Evidence, found: Evidence, rounding: float) -> dict[str, float]:
@@ -212,6 +242,18 @@ def verify(recipe: ExportRecipe, target: FrozenTarget, drafter: TrainableDrafter
         found = _read_evidence(scratch)
     exact = FORMATS[recipe.format].exact
     return compare(meant, found, 0.0 if exact else _ROUNDING.get(drafter.dtype, 1e-5))
+
+
+def verify_served(recipe: ExportRecipe, engine: VllmEngine, target: FrozenTarget, drafter: TrainableDrafter) -> Served:
+    """An engine's counts with what lies in `recipe.output` beside those of `drafter`, which is moved to the dtype in
+    which engines draft: the target's. Raises SpecdraftError where they differ."""
+    drafter.eval().to(dtype=target.dtype)
+    ask = Ask(_prompts(recipe, target), recipe.max_new_tokens, _gamma(_predictions(target, drafter)))
+    plain, chain = decode_both(target, cast(Drafter, drafter), ask)
+    served = confront(engine, target, cast(Drafter, drafter), ask, plain, chain, written=recipe.output)
+    if not served.equal:
+        raise SpecdraftError(f"{served.engine} does not do as the drafter here with what was written: {served.reason}")
+    return served
 
 
 def _in_fresh_process(scratch: Path) -> None:

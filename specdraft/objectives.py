@@ -38,6 +38,11 @@ class Prediction(NamedTuple):
     head: nn.Module
     kept_ids: Tensor | None
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The head over some of `hidden`, [..., width] to [..., kept], in the head's own dtype: that of the target
+        where it is the target's."""
+        return self.head(hidden.to(next(w.dtype for w in self.head.parameters() if w.is_floating_point())))
+
 
 class SparseLaw(NamedTuple):
     """A law on k ids a row: int64 [n, k] columns of the kept ids, their shares [n, k]; 0 for an id that is not kept."""

@@ -4,7 +4,7 @@ import hashlib
 import json
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -73,6 +73,23 @@ def hash_file(path: Path) -> str:
             return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
     except OSError as error:
         raise SpecdraftError(f"{path}: cannot be read ({error})") from error
+
+
+def hash_weights(folder: Path) -> str:
+    """ "sha256:" and the hex digest of a checkpoint's safetensors file, as `sha256sum` and the Hub give it; of several,
+    the digest of their names and digests. Raises SpecdraftError if there is none."""
+    files = {path.name: hash_file(path) for path in sorted(folder.glob("*.safetensors"))}
+    if not files:
+        raise SpecdraftError(f"{folder} has no .safetensors file")
+    return digest_of(files)
+
+
+def digest_of(files: Mapping[str, str]) -> str:
+    """What `hash_weights` says of files with these names and hashes."""
+    if len(files) == 1:
+        return next(iter(files.values()))
+    listed = "".join(f"{digest}  {name}\n" for name, digest in sorted(files.items()))
+    return f"sha256:{hashlib.sha256(listed.encode()).hexdigest()}"
 
 
 def _versions() -> dict[str, str]:

@@ -21,6 +21,7 @@ from specdraft.data.store import FeatureStore
 from specdraft.drafters import DRAFTERS, load_drafter
 from specdraft.drafters.base import Drafter, DrafterRecipe, Evidence, ObjectiveRecipe, TrainableDrafter
 from specdraft.evaluation import EvalRecipe, evaluate
+from specdraft.lowbit import quantized_linears
 from specdraft.provenance import FILE_NAME, Provenance
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.trainer import BEST, FINAL, Batch, Collate, DrafterTrainer, Look, TrainingSettings, observe
@@ -116,9 +117,14 @@ def train(recipe: TrainRecipe) -> dict[str, Any]:
 
 
 def build(recipe: DrafterRecipe, target: FrozenTarget, rows: TokenRows) -> TrainableDrafter:
-    """The drafter that training starts from, attached to the target. A checkpoint keeps its own draft vocabulary."""
+    """The drafter that training starts from, attached to the target. A checkpoint keeps its own draft vocabulary.
+
+    Raises SpecdraftError for a checkpoint that is quantised.
+    """
     if recipe.checkpoint is not None:
         drafter = load_drafter(recipe.checkpoint)
+        if quantized_linears(drafter):
+            raise SpecdraftError(f"{recipe.checkpoint} is quantised, and integers do not learn: go on from its parent")
         drafter.attach(target)
         torch.nn.Module.to(drafter, target.device)
         return drafter

@@ -54,11 +54,18 @@ class DraftTree:
     draws: Draws
     laws: Tensor | None
     """float [batch, laws, V]: each law that some trial was drawn from, after warping; None: every trial is chosen."""
+    confidence: Tensor | None = None
+    """float32 [batch, nodes]: how likely the drafter found each node's token below its parent. Of a token that was
+    drawn, q(x) of the law that it was drawn from; of one that was chosen, its unwarped probability. Anything for
+    padding. None: the drafter gives no law. Verification reads none of it."""
 
     def __post_init__(self) -> None:
-        for name in ("parents", "present", "candidate"):
-            if getattr(self, name).shape != self.tokens.shape:
-                found, due = tuple(getattr(self, name).shape), tuple(self.tokens.shape)
+        columns = {"parents": self.parents, "present": self.present, "candidate": self.candidate}
+        if self.confidence is not None:
+            columns["confidence"] = self.confidence
+        for name, column in columns.items():
+            if column.shape != self.tokens.shape:
+                found, due = tuple(column.shape), tuple(self.tokens.shape)
                 raise ValueError(f"{name} must have the shape of tokens, {due}, and has {found}")
         if not self.draws.node.shape == self.draws.law.shape == self.draws.group.shape:
             raise ValueError(
@@ -68,7 +75,13 @@ class DraftTree:
             raise ValueError("a node's parent must stand before it")
 
     @classmethod
-    def chain(cls, tokens: Tensor, laws: Tensor | None = None, lengths: Tensor | None = None) -> Self:
+    def chain(
+        cls,
+        tokens: Tensor,
+        laws: Tensor | None = None,
+        lengths: Tensor | None = None,
+        confidence: Tensor | None = None,
+    ) -> Self:
         """tokens int64 [batch, n], one below the other; laws [batch, n, V]: law i drew token i; None: all chosen.
 
         lengths int64 [batch]: how many of the n tokens each row has, settled before they were drawn; None: all.
@@ -77,14 +90,14 @@ class DraftTree:
         present = torch.ones_like(tokens, dtype=torch.bool) if lengths is None else steps < lengths[:, None]
         law = torch.full_like(tokens, CHOSEN) if laws is None else steps
         draws = Draws(steps.masked_fill(~present, NO_NODE), law, torch.full_like(tokens, ALONE))
-        return cls(tokens, steps - 1, present, present, draws, laws)
+        return cls(tokens, steps - 1, present, present, draws, laws, confidence)
 
     @classmethod
-    def chosen(cls, tokens: Tensor, parents: Tensor, present: Tensor) -> Self:
+    def chosen(cls, tokens: Tensor, parents: Tensor, present: Tensor, confidence: Tensor | None = None) -> Self:
         """A tree whose every node was chosen, tried in the order of the nodes; all [batch, nodes]."""
         node = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens).masked_fill(~present, NO_NODE)
         draws = Draws(node, torch.full_like(tokens, CHOSEN), torch.full_like(tokens, ALONE))
-        return cls(tokens, parents, present, present, draws, None)
+        return cls(tokens, parents, present, present, draws, None, confidence)
 
     @classmethod
     def empty(cls, batch: int, device: torch.device | str = "cpu") -> Self:
@@ -133,44 +146,53 @@ class DraftTree:
         index = torch.tensor(list(rows), dtype=torch.int64, device=self.tokens.device)
         nodes = (self.tokens[index], self.parents[index], self.present[index], self.candidate[index])
         laws = None if self.laws is None else self.laws[index]
-        return DraftTree(*nodes, Draws(*(d[index] for d in self.draws)), laws)
+        confidence = None if self.confidence is None else self.confidence[index]
+        return DraftTree(*nodes, Draws(*(d[index] for d in self.draws)), laws, confidence)
 
     def only(self, rows: Tensor) -> "DraftTree":
         """The same batch with the trees of `rows` (bool [batch]) alone; the others are left without a node."""
         mine = rows[:, None]
         draws = self.draws._replace(node=self.draws.node.masked_fill(~mine, NO_NODE))
         nodes = (self.tokens, self.parents, self.present & mine, self.candidate & mine)
-        return DraftTree(*nodes, draws, self.laws)
+        return DraftTree(*nodes, draws, self.laws, self.confidence)
 
 
 def merge(trees: Sequence[DraftTree]) -> DraftTree:
     """Several drafters' trees for the same rows as one (SpecInfer, arXiv:2305.09781); one tree alone is deduplicated.
 
     Equal tokens under one parent share a node and keep each trial. Trials are made tree after tree; trials that were
-    drawn without replacement stay a group of their own. Trees of one vocabulary; raises ValueError without a tree.
+    drawn without replacement stay a group of their own. A shared node has the confidence of the first that proposes
+    it; where one tree has none, the merged one has none. Trees of one vocabulary; raises ValueError without a tree.
     """
     if not trees:
         raise ValueError("merge needs at least one tree")
     rows = [_merge_row(trees, row) for row in range(trees[0].batch)]
     device = trees[0].tokens.device
-    tokens, parents, kind = _stack([nodes for nodes, _ in rows], (0, ROOT, -1), device)
+    tokens, parents, kind, origin = _stack([nodes for nodes, _ in rows], (0, ROOT, -1, 0), device)
     node, law, group = _stack([trials for _, trials in rows], (NO_NODE, CHOSEN, ALONE), device)
     laws = [tree.laws for tree in trees if tree.laws is not None]
+    known = [tree.confidence for tree in trees if tree.confidence is not None]
     return DraftTree(
-        tokens, parents, kind >= 0, kind > 0, Draws(node, law, group), torch.cat(laws, 1) if laws else None
+        tokens,
+        parents,
+        kind >= 0,
+        kind > 0,
+        Draws(node, law, group),
+        torch.cat(laws, 1) if laws else None,
+        torch.cat(known, 1).gather(1, origin) if len(known) == len(trees) else None,
     )
 
 
-_Triples = list[list[int]]
+_Rows = list[list[int]]
 
 
-def _merge_row(trees: Sequence[DraftTree], row: int) -> tuple[_Triples, _Triples]:
-    """One row's nodes (token, parent, candidate 0/1) and trials (node, law, group)."""
-    nodes: _Triples = []
-    trials: _Triples = []
+def _merge_row(trees: Sequence[DraftTree], row: int) -> tuple[_Rows, _Rows]:
+    """One row's nodes (token, parent, candidate 0/1, place among all trees' nodes) and trials (node, law, group)."""
+    nodes: _Rows = []
+    trials: _Rows = []
     spots: dict[tuple[int, int], int] = {}
     groups: dict[tuple[int, int, int], int] = {}
-    laws = 0
+    laws = start = 0
     for source, tree in enumerate(trees):
         spot = {ROOT: ROOT}
         parents, present = tree.parents[row].tolist(), tree.present[row].tolist()
@@ -180,7 +202,7 @@ def _merge_row(trees: Sequence[DraftTree], row: int) -> tuple[_Triples, _Triples
                 continue
             spot[i] = spots.setdefault((spot[parent], token), len(nodes))
             if spot[i] == len(nodes):
-                nodes.append([token, spot[parent], 0])
+                nodes.append([token, spot[parent], 0, start + i])
             nodes[spot[i]][2] |= real
         for node, law, group in zip(*(d[row].tolist() for d in tree.draws), strict=True):
             if node == NO_NODE:
@@ -188,11 +210,12 @@ def _merge_row(trees: Sequence[DraftTree], row: int) -> tuple[_Triples, _Triples
             shared = ALONE if group == ALONE else groups.setdefault((source, parents[node], group), len(groups))
             trials.append([spot[node], CHOSEN if law == CHOSEN else laws + law, shared])
         laws += 0 if tree.laws is None else tree.laws.shape[1]
+        start += tree.nodes
     return nodes, trials
 
 
-def _stack(rows: Sequence[_Triples], padding: tuple[int, int, int], device: torch.device) -> tuple[Tensor, ...]:
-    """Three tensors int64 [rows, the longest row]."""
+def _stack(rows: Sequence[_Rows], padding: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
+    """One tensor int64 [rows, the longest row] for each column."""
     width = max(map(len, rows), default=0)
     padded = [row + [list(padding)] * (width - len(row)) for row in rows]
-    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), width, 3).unbind(-1)
+    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), width, len(padding)).unbind(-1)

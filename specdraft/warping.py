@@ -1,14 +1,54 @@
-"""Temperature, top-k and top-p: one warp, applied alike to the target's and the drafter's logits.
+"""From logits to a law: processors that read the text before a token, then temperature, top-k and top-p.
 
 Verification is exact only when q is the very law that a token was drawn from, and alpha means something only when
-p and q were warped alike, so both sides call the same `Warp`.
+p and q were warped alike, so both sides call the same `Warp` and process logits by the same `Prefixes`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import LogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+Processors = Callable[[int], Sequence[LogitsProcessor]]
+"""From the number of tokens in a row's prompt to its processors, in the order in which they are applied. What one makes
+of (ids [n, time], logits [n, V]) may hang on these two alone: it is asked about drafted texts too, in any order, most
+of which come to nothing."""
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """The text of each row so far, and the processors that read it."""
+
+    ids: Sequence[Tensor]
+    """int64 [time] a row: the prompt and what was emitted, the root last."""
+    processors: Sequence[Sequence[LogitsProcessor]]
+    """A row's own."""
+    ends: Tensor
+    """int64 [n]: the ids that end a text. What would follow one is never asked for (E-36)."""
+
+    def process(self, logits: Tensor, drafted: Tensor, below: Tensor, asked: Tensor | None = None) -> Tensor:
+        """Logits [batch, n, V] of laws below drafted tokens, each processed with exactly the text before it, in float32
+        (float64 for float64 logits).
+
+        drafted int64 [batch, m]; below bool [batch, n, m]: which of them, in this order, stand between a law and the
+        row's prefix. asked bool [batch, n]: where False, logits stay as they are; None: asked everywhere.
+        """
+        done = logits.clone() if logits.dtype == torch.float64 else logits.float().clone()
+        lengths = below.sum(-1)
+        goes_on = ~(below & torch.isin(drafted, self.ends)[:, None]).any(-1)
+        if asked is not None:
+            goes_on = goes_on & asked
+        for row, (ids, processors) in enumerate(zip(self.ids, self.processors, strict=True)):
+            for length in lengths[row][goes_on[row]].unique().tolist():  # texts of one length are processed together
+                laws = (goes_on[row] & (lengths[row] == length)).nonzero().squeeze(1)
+                path = drafted[row].expand(len(laws), -1)[below[row, laws]].view(len(laws), length)
+                text, scores = torch.cat([ids.expand(len(laws), -1), path], 1), done[row, laws]
+                for processor in processors:
+                    scores = processor(text, scores)
+                done[row, laws] = scores
+        return done
 
 
 @dataclass(frozen=True)
@@ -22,6 +62,8 @@ class Warp:
     temperature: float = 0.0
     top_k: int | None = None
     top_p: float | None = None
+    prefixes: Prefixes | None = field(default=None, compare=False, repr=False)
+    """For a drafter: the rows' texts, where processors read them. `warp(logits)` takes logits that are processed."""
 
     def __post_init__(self) -> None:
         if not self.temperature >= 0:

@@ -2,17 +2,17 @@
 
 from collections.abc import Sequence
 from itertools import product
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from enumeration import ScriptedDice, law, outcomes
 from models import tiny_model
 from torch import Tensor
 
-from specdraft.decoding import Decoding, Generation, _Batch
+from specdraft.decoding import generate
 from specdraft.drafters.base import Drafter
 from specdraft.target import FrozenTarget
-from specdraft.warping import Warp
+from specdraft.warping import Processors, Warp
 
 PROMPT = [1, 2, 0, 1, 2]
 WARP = Warp(3.0)
@@ -34,18 +34,18 @@ class Joint(NamedTuple):
 
 
 def joint(
-    target: FrozenTarget, drafter: Drafter, length: int, prompt: Sequence[int] = PROMPT, warp: Warp = WARP
+    target: FrozenTarget,
+    drafter: Drafter,
+    length: int,
+    prompt: Sequence[int] = PROMPT,
+    warp: Warp = WARP,
+    processors: Processors | None = None,
 ) -> Joint:
     """Over every outcome of decoding the first `length` tokens, from the prompt on."""
 
     def run(dice: ScriptedDice, rows: int) -> list[tuple[tuple[int, ...], int]]:
-        found = Decoding([Generation() for _ in range(rows)])
-        work = _Batch(target, drafter, warp, length, found, range(rows), 0, 0)
-        work.dice = dice
-        with torch.no_grad():
-            work.prefill([prompt] * rows)
-            while work.alive:
-                work.round()
+        settings: dict[str, Any] = {"max_new_tokens": length, "batch_size": rows, "processors": processors}
+        found = generate(target, drafter, [prompt] * rows, warp=warp, dice=lambda _: dice, **settings)
         return [(tuple(g.tokens), sum(r.accepted for r in g.rounds)) for g in found.generations]
 
     found = outcomes(run)
@@ -54,8 +54,10 @@ def joint(
     for known in range(length):
         paths = list(product(range(target.vocab_size), repeat=known))
         tokens = torch.tensor([[*prompt, *path] for path in paths])
-        hidden = target.observe(tokens, torch.ones_like(tokens).bool(), ()).hidden[:, -1]
-        laws.update(zip(paths, warp(target.head(hidden)), strict=True))
+        logits = target.head(target.observe(tokens, torch.ones_like(tokens).bool(), ()).hidden[:, -1])
+        for processor in () if processors is None else processors(len(prompt)):
+            logits = processor(tokens, logits)
+        laws.update(zip(paths, warp(logits), strict=True))
     error = 0.0
     for path in product(range(target.vocab_size), repeat=length):
         want = torch.stack([laws[path[:step]][path[step]] for step in range(length)]).prod()

@@ -26,6 +26,7 @@ from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
+from specdraft.witness import Transforms
 
 
 def prompts(lengths: Sequence[int], vocabulary: int = 96) -> list[list[int]]:
@@ -69,7 +70,9 @@ def ids(run: Decoding) -> list[list[int]]:
 
 
 def transforms(run: Decoding) -> Tensor:
-    return torch.tensor([value for generation in run.generations for value in generation.pit], dtype=torch.float64)
+    return torch.tensor(
+        [value for generation in run.generations for value in generation.transforms.tokens], dtype=torch.float64
+    )
 
 
 def accepted(generation: Generation) -> list[int]:
@@ -134,7 +137,9 @@ def test_e12_e13_an_end_in_the_middle_of_a_draft_ends_the_row_and_the_count() ->
     run = decode(target, drafter, rows, batch_size=3)
     cut = [row[: row.index(end) + 1] if end in row else row for row in plain]
     assert ids(run) == cut == ids(decode(target, None, rows))
-    assert [generation.ended for generation in run.generations] == [end in row for row in plain]
+    assert [generation.ended for generation in run.generations] == [
+        "end token" if end in row else "cap" for row in plain
+    ]
     [turn] = run.generations[0].rounds
     assert (turn.accepted, turn.emitted) == (place + 2, place), "[d1, d2, end, d4, d5] and a free token: 3 of 6"
     assert all(map(sums_up, run.generations))
@@ -146,7 +151,7 @@ def test_e12_an_end_as_the_first_token_leaves_no_round() -> None:
     first = ids(decode(target, None, rows, max_new_tokens=1))
     target.model.generation_config.eos_token_id = first[0][0]
     run = decode(target, lm(target), rows, batch_size=2)
-    assert run.generations[0] == Generation(first[0], [], True, [])
+    assert run.generations[0] == Generation(first[0], [], "end token")
     assert run.generations[1].tokens[:1] == first[1]
 
 
@@ -156,7 +161,7 @@ def test_a_length_cap_cuts_within_a_draft(cap: int) -> None:
     rows = prompts((4, 6))
     run = decode(target, shaped(own(target), Chain(3)), rows, max_new_tokens=cap, batch_size=2)
     assert ids(run) == [row[:cap] for row in ids(decode(target, None, rows))]
-    assert not any(generation.ended for generation in run.generations)
+    assert all(generation.ended == "cap" for generation in run.generations)
     assert all(map(sums_up, run.generations))
     assert run.new_tokens == 2 * cap
     assert run.passes == -(-(cap - 1) // 4)
@@ -189,7 +194,12 @@ def test_e36_the_same_seed_gives_the_same_ids_whatever_the_batch(name: str) -> N
     target = FrozenTarget(tiny_model().double())
     drafter = DRAFTERS[name](target, "llama")
     rows = prompts((3, 7, 5, 9))
-    settings: dict[str, Any] = {"warp": Warp(1.5, top_k=40, top_p=0.95), "max_new_tokens": 8, "seed": 3}
+    settings: dict[str, Any] = {
+        "warp": Warp(1.5, top_k=40, top_p=0.95),
+        "max_new_tokens": 8,
+        "seed": 3,
+        "witness": True,
+    }
     one = decode(target, drafter, rows, **settings)
     for size in (3, 4):
         other = decode(target, drafter, rows, batch_size=size, **settings)
@@ -265,10 +275,10 @@ def test_e34_the_transforms_are_uniform_for_the_right_rule_and_tell_a_wrong_one_
     p, q = markov_law(1), markov_law(2)
     target = markov_target(p, torch.float64)
     drafter = shaped(LMDrafter.of(markov_target(q, torch.float64), target), Chain(3))
-    settings: dict[str, Any] = {"warp": Warp(1.0), "max_new_tokens": 50, "batch_size": 40}
+    settings: dict[str, Any] = {"warp": Warp(1.0), "max_new_tokens": 50, "batch_size": 40, "witness": True}
     rows = [[i % 8] for i in range(40)]
     right = decode(target, drafter, rows, **settings)
-    assert [len(generation.pit) for generation in right.generations] == [50] * 40
+    assert [len(generation.transforms.tokens) for generation in right.generations] == [50] * 40
     far, count = distance(right)
     assert far < 1.95 / count**0.5  # 0.1 %
     monkeypatch.setattr(decoding, "verify", typical)
@@ -281,10 +291,16 @@ def test_transforms_of_trimmed_tokens_are_dropped_and_greedy_runs_have_none() ->
     model = tiny_model()
     model.generation_config.eos_token_id = list(range(48))
     target = FrozenTarget(model)
-    run = decode(target, shaped(own(target), Chain(4)), prompts((4, 6, 9, 5)), warp=Warp(2.0), batch_size=4)
-    assert any(generation.ended for generation in run.generations)
-    assert all(len(generation.pit) == len(generation.tokens) for generation in run.generations)
-    assert not any(generation.pit for generation in decode(target, None, prompts((4,))).generations)
+    rows, settings = prompts((4, 6, 9, 5)), {"warp": Warp(2.0), "batch_size": 4}
+    run = decode(target, shaped(own(target), Chain(4)), rows, witness=True, **settings)
+    assert ids(run) == ids(decode(target, shaped(own(target), Chain(4)), rows, **settings)), "a witness only looks on"
+    assert any(generation.ended == "end token" for generation in run.generations)
+    assert all(len(generation.transforms.tokens) == len(generation.tokens) for generation in run.generations)
+    assert all(
+        generation.transforms == Transforms() for generation in decode(target, own(target), prompts((4,))).generations
+    )
+    with pytest.raises(SpecdraftError, match="a witness needs a temperature"):
+        decode(target, None, prompts((4,)), witness=True)
 
 
 @pytest.mark.parametrize("warp", [Warp(), Warp(1.0)], ids=["greedy", "sampled"])

@@ -7,22 +7,31 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import yaml
+from typer.testing import CliRunner
+
+from specdraft.cli import app
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "demo.py"
 REPORT = "# report\n\n| | plain | chain |\n|---|---:|---:|\n| tau | 1 | 1.5 |\n\n## more\n"
 
 
-@pytest.fixture
-def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+def load() -> ModuleType:
     spec = importlib.util.spec_from_file_location("demo", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    module = load()
     monkeypatch.setattr(module, "ROOT", tmp_path)
     monkeypatch.setattr(sys, "argv", ["demo", "--quick"])
     monkeypatch.setattr(
-        module, "stages", lambda folder, quick: [stage(module, folder, name) for name in ("one", "report")]
+        module, "stages", lambda folder, quick, full: [stage(module, folder, name) for name in ("one", "report")]
     )
     monkeypatch.chdir(tmp_path)
     for name, value in (*module.LIVE_BARS.items(), ("HF_HUB_OFFLINE", "1")):
@@ -101,3 +110,41 @@ def test_the_time_left_follows_the_measured_pace(demo: ModuleType) -> None:
     assert clock.left(60, 0.5) == 60 + 100
     clock.done(200)
     assert 150 < clock.left(0, None) < 200
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_every_stage_is_a_command_that_parses_and_makes_its_output(full: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(SCRIPT.parent.parent)
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    module = load()
+    made = [stage for stage in module.stages(Path("runs/demo"), False, full) if stage.name != "target"]
+    names = ["respond", "sample", "capture", "train", "eval"]
+    more = ["int8", "int8-eval", "int4", "int4-eval", "export", "publish"]
+    assert [stage.name for stage in made] == names + more * full
+    for stage in made:
+        assert all(path.is_file() for path in stage.inputs)
+        verb = stage.command.index("specdraft.cli") + 1
+        result = CliRunner().invoke(app, [*stage.command[verb:], "--dry-run"])
+        assert result.exit_code == 0, result.output
+        recipe = yaml.safe_load(result.output)
+        place = recipe["training"]["output_dir"] if stage.name == "train" else recipe["output"]
+        assert Path(place) == stage.output
+
+
+def test_where_a_hub_is_named_the_last_stage_uploads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:1")
+    last = load().stages(Path("runs/demo"), False, True)[-1]
+    assert (last.name, last.output) == ("upload", Path("runs/demo/uploaded"))
+    assert last.command[:2] == ["env", "HF_HUB_OFFLINE=0"]
+    assert last.command[-2:] == ["output=runs/demo/uploaded", "upload=true"]
+
+
+def test_what_an_interruption_left_is_removed_where_a_verb_begins_afresh(
+    demo: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [stage(demo, Path("runs/quick"), name)._replace(afresh=name == "one") for name in ("one", "report")]
+    monkeypatch.setattr(demo, "stages", lambda *_: made)
+    Path("runs/quick/one").mkdir(parents=True)
+    Path("runs/quick/one/half").touch()
+    demo.main()
+    assert not Path("runs/quick/one/half").exists()

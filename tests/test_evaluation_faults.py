@@ -10,7 +10,8 @@ from evaluation.markov import VOCABULARY, MarkovDrafter, law, markov_target
 from models import tiny_model
 from torch import Tensor
 
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import Decoding, Generation, _Batch, _Row, generate
+from specdraft.dice import SeededDice
 from specdraft.drafters.base import Chain, DynamicTree, Shape
 from specdraft.drafters.lm import LMDrafter
 from specdraft.evaluation import EvalRecipe, Prompt, Report, evaluate
@@ -150,7 +151,7 @@ def test_e12_the_targets_end_ends_an_answer_and_the_drafters_does_not() -> None:
     cut = [answer[: answer.index(ours) + 1] if ours in answer else answer for answer in free]
     assert [generation.tokens for generation in found] == cut
     assert theirs in found[0].tokens[:-1]
-    assert found[0].ended
+    assert found[0].ended == "end token"
 
 
 def test_e13_e28_e29_tau_is_one_and_the_reaches_and_every_token_is_counted_once() -> None:
@@ -170,8 +171,9 @@ def test_e19_after_every_round_the_cache_holds_all_but_the_newest_token() -> Non
     drafter.shape = Chain(4)
     prompts = rows([3, 7, 5])
     found = Decoding([Generation() for _ in prompts])
-    batch = _Batch(target, drafter, Warp(6.0), 40, found, range(3), 5, 0)
-    batch.prefill(prompts)
+    asked = [_Row(one, prompt, 40, frozenset()) for one, prompt in zip(found.generations, prompts, strict=True)]
+    batch = _Batch(target, drafter, Warp(6.0), found, asked, SeededDice(range(5, 8)))
+    batch.prefill()
     for _ in range(6):
         batch.round()
         due = [len(prompt) + len(one.tokens) - 1 for prompt, one in zip(prompts, found.generations, strict=True)]

@@ -23,12 +23,15 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from those left of it; a folder is one place in the line.
 ORDER = (
-    "config provenance theory warping dice tree verify objectives reduction attention packing kvcache causal target "
-    "data drafters formats decoding evaluation trainer training quantize export publish cli"
+    "config provenance theory warping controls dice tree verify witness reliability objectives reduction attention "
+    "packing lowbit kvcache causal target data drafters formats decoding evaluation trainer training quantization "
+    "export serving card publish cli"
 ).split()
-PURE = "theory warping dice tree verify objectives reduction attention".split()
+PURE = "theory warping dice tree verify witness reliability objectives reduction attention".split()
 IMPURE = {"pathlib", "os", "io", "json", "yaml", "omegaconf", "pydantic", "datasets", "accelerate", "safetensors"}
-SHARED_BY_DRAFTERS = {"base", "blocks", "heads", "mtp_native", "proposals", "recurrence", "several", "vocabulary"}
+SHARED_BY_DRAFTERS = set(
+    "base blocks heads lowbit_lm mtp_native proposals recurrence several shapes vocabulary".split()
+)
 
 
 @functools.cache
@@ -98,7 +101,8 @@ def test_files_and_functions_keep_their_size(path: Path) -> None:
 
 def test_every_third_party_import_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    declared = [*project["dependencies"], *project["optional-dependencies"]["deepspeed"]]
+    extras = project["optional-dependencies"]
+    declared = [*project["dependencies"], *extras["deepspeed"], *extras["serve"]]
     names = {re.split(r"[\[=<>~! ]", line)[0].lower().replace("_", "-") for line in declared}
     owners = importlib.metadata.packages_distributions()
     for path in MODULES:

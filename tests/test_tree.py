@@ -111,6 +111,22 @@ def test_a_node_shared_by_a_probe_and_a_candidate_is_a_candidate() -> None:
         assert merged.draws.node.tolist() == [[0]]
 
 
+def test_confidence_stays_with_its_node() -> None:
+    first = DraftTree.chain(torch.tensor([[1, 2], [1, 2]]), confidence=torch.tensor([[0.9, 0.8], [0.7, 0.6]]))
+    second = DraftTree.chain(torch.tensor([[1, 3], [2, 3]]), None, torch.tensor([2, 1]), torch.full((2, 2), 0.5))
+    merged = merge([first, second])
+    assert merged.tokens.tolist() == [[1, 2, 3], [1, 2, 2]]
+    assert merged.confidence is not None
+    torch.testing.assert_close(merged.confidence, torch.tensor([[0.9, 0.8, 0.5], [0.7, 0.6, 0.5]]))
+    kept = merged.keep([1])
+    assert kept.confidence is not None
+    assert torch.equal(kept.confidence, merged.confidence[1:])
+    assert merged.only(torch.tensor([True, False])).confidence is merged.confidence
+    assert merge([first, DraftTree.chain(torch.tensor([[1], [1]]))]).confidence is None
+    with pytest.raises(ValueError, match="shape of tokens"):
+        DraftTree.chain(torch.tensor([[1, 2]]), confidence=torch.ones(1, 1))
+
+
 def test_merge_of_empty_trees_is_empty() -> None:
     assert merge([DraftTree.empty(2), DraftTree.empty(2)]).tokens.shape == (2, 0)
     with pytest.raises(ValueError, match="at least one"):

@@ -18,9 +18,14 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
+from specdraft import lowbit
 from specdraft.causal import Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
+from specdraft.drafters.shapes import Chain as Chain
+from specdraft.drafters.shapes import DynamicTree as DynamicTree
+from specdraft.drafters.shapes import Shape as Shape
+from specdraft.drafters.shapes import StaticTree as StaticTree
 from specdraft.objectives import TERMS, Mixture, Prediction
 from specdraft.reduction import CHUNK, Teacher, reduce
 from specdraft.target import FrozenTarget
@@ -32,53 +37,6 @@ logger = logging.getLogger(__name__)
 
 Memory = Any
 """What a drafter knows of the committed tokens of a batch; opaque to everyone but the drafter that made it."""
-
-
-@dataclass(frozen=True)
-class Chain:
-    """Draft `gamma` tokens one below the other; sampled decoding draws each from the warped q."""
-
-    gamma: int = 4
-
-
-@dataclass(frozen=True)
-class DynamicTree:
-    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858): at each depth the `width` likeliest nodes are expanded into
-    their `width` likeliest children, and of all of them the `nodes` likeliest are kept: chosen, at any temperature."""
-
-    depth: int = 5
-    width: int = 4
-    nodes: int = 15
-
-
-@dataclass(frozen=True)
-class StaticTree:
-    """The same tree in every round: node (r1, r2, ...) is the token of rank r2 (0: the likeliest) below the token of
-    rank r1 below the root, as in Medusa (Cai et al. 2024, arXiv 2401.10774). Chosen, at any temperature."""
-
-    paths: tuple[tuple[int, ...], ...]
-    """Shorter ones first, parents before children, siblings in the order in which they are tried."""
-
-    def __post_init__(self) -> None:
-        known: set[tuple[int, ...]] = {()}
-        for path in self.paths:
-            if not path or path[:-1] not in known or path in known:
-                raise SpecdraftError(f"a static tree's node {path} is there twice or stands before its parent")
-            known.add(path)
-        if not self.paths or [*map(len, self.paths)] != sorted(map(len, self.paths)):
-            raise SpecdraftError("a static tree has nodes, the shorter paths first")
-
-    @property
-    def depth(self) -> int:
-        return len(self.paths[-1])
-
-    @property
-    def nodes(self) -> int:
-        return len(self.paths)
-
-
-Shape = Chain | DynamicTree | StaticTree
-"""What a drafter drafts below a root. One that knows only chains raises SpecdraftError when it is given a tree."""
 
 
 class Drafter(Protocol):
@@ -130,7 +88,7 @@ class ObjectiveRecipe(Recipe):
 
     @property
     def mixture(self) -> Mixture:
-        return Mixture(self.terms, self.top_k or 10, self.temperature, self.fused)
+        return Mixture({name: w for name, w in self.terms.items() if w}, self.top_k or 10, self.temperature, self.fused)
 
     @field_validator("terms")
     @classmethod
@@ -331,8 +289,8 @@ class TrainableDrafter(PreTrainedModel):
         if shards := [name for name, value in held.items() if isinstance(value, DTensor)]:
             raise SpecdraftError(f"{save_directory}: {', '.join(shards)} lie here in shards; give the whole state_dict")
         tensors = {name: value.detach().contiguous() for name, value in held.items()}
-        config = self.servable_config()
-        check_tensors(tensors, type(self)(self.config_from_servable(config)).state_dict(), str(save_directory))
+        config = self.servable_config() | lowbit.config_of(self)
+        check_tensors(tensors, self.unloaded(config, str(save_directory)).state_dict(), str(save_directory))
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         config["torch_dtype"] = str(dtype).split(".")[1]
         borrowed = {name: tensor.to(dtype) for name, tensor in self.borrowed().items()}
@@ -351,11 +309,19 @@ class TrainableDrafter(PreTrainedModel):
 
         Raises SpecdraftError on a missing, extra or misshapen tensor; nothing is ever initialised afresh.
         """
-        drafter = cls(cls.config_from_servable(read_servable(Path(folder))))
+        drafter = cls.unloaded(read_servable(Path(folder)), str(folder))
         tensors = _read_tensors(Path(folder), drafter)
         nn.Module.to(drafter, next(tensor.dtype for tensor in tensors.values() if tensor.is_floating_point()))
         drafter.load_state_dict(tensors)
+        lowbit.check(drafter, str(folder))
         return drafter.eval()
+
+    @classmethod
+    def unloaded(cls, written: dict[str, Any], where: str) -> Self:
+        """The drafter that a config.json describes, quantised layers included, before its weights are read."""
+        drafter = cls(cls.config_from_servable(written))
+        lowbit.install(drafter, written, where)
+        return drafter
 
     def load_weights(self, folder: Path) -> None:
         """Take over, in place, what `save_pretrained` wrote of a drafter like this one: training goes on from it.
@@ -384,11 +350,14 @@ def read_servable(folder: Path) -> dict[str, Any]:
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], where: str) -> None:
-    """Raise SpecdraftError unless `found` has exactly the names and shapes of `wanted`."""
+    """Raise SpecdraftError unless `found` has exactly the names and shapes of `wanted`, and integers where it has."""
     faults = [f"{name} is missing" for name in sorted(wanted.keys() - found.keys())]
     faults += [f"{name} is not expected" for name in sorted(found.keys() - wanted.keys())]
     for name in sorted(wanted.keys() & found.keys()):
         if found[name].shape != wanted[name].shape:
             faults.append(f"{name} has the shape {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}")
+        one, other = found[name].dtype, wanted[name].dtype
+        if one != other and not (one.is_floating_point and other.is_floating_point):
+            faults.append(f"{name} is {str(one).split('.')[1]} instead of {str(other).split('.')[1]}")
     if faults:
         raise SpecdraftError(f"{where}: the weights do not fit the config: {'; '.join(faults)}")

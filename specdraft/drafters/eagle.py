@@ -155,7 +155,7 @@ class Eagle3Drafter(RecurrentDrafter):
         return self.d2t + torch.arange(len(self.d2t), device=self.d2t.device)
 
     def enter(self, seen: Observation) -> Tensor:
-        return self.fc(seen.taps.to(self.fc.weight.dtype))
+        return self.fc(seen.taps.to(self.dtype))
 
     def project(self, embedded: Tensor, feature: Tensor) -> Slots:
         layer, attn = self.midlayer, self.midlayer.self_attn
@@ -184,7 +184,7 @@ class Eagle3Drafter(RecurrentDrafter):
             "architectures": ["LlamaForCausalLMEagle3"],
             **config.servable(),
             "draft_vocab_size": config.draft_vocab_size,
-            "torch_dtype": str(self.lm_head.weight.dtype).removeprefix("torch."),
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
             "norm_before_residual": config.norm_before_residual,
             "eagle_aux_hidden_state_layer_ids": taps,
             "eagle_config": {
@@ -233,7 +233,7 @@ class Eagle1Drafter(SharedHeadDrafter):
         return drafter
 
     def enter(self, seen: Observation) -> Tensor:
-        return seen.hidden.to(self.fc.weight.dtype)
+        return seen.hidden.to(self.dtype)
 
     @property
     def _layer(self) -> Eagle1Layer:
@@ -255,7 +255,7 @@ class Eagle1Drafter(SharedHeadDrafter):
         return {
             "architectures": ["EagleLlamaForCausalLM"],
             **config.servable(),
-            "torch_dtype": str(self.fc.weight.dtype).removeprefix("torch."),
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
             "specdraft": {
                 "drafter": "eagle1",
                 "target_hidden_size": config.target_hidden_size,

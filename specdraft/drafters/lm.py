@@ -27,10 +27,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 from transformers.initialization import no_init_weights
 from transformers.integrations import deepspeed
 
+from specdraft import lowbit
 from specdraft.causal import CausalLM, Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
 from specdraft.drafters.base import DrafterConfig, DrafterRecipe, TrainableDrafter, check_tensors, read_servable
+from specdraft.drafters.lowbit_lm import read_lowbit_lm
 from specdraft.drafters.proposals import Frontier, Words, propose
 from specdraft.drafters.vocabulary import check_tokenizers
 from specdraft.objectives import Prediction
@@ -251,8 +253,11 @@ class LMDrafter(TrainableDrafter):
             return
         held = {name.removeprefix("lm."): t.detach() for name, t in (state_dict or self.state_dict()).items()}
         tensors = self._merged(held)
+        written = self.servable_config() | lowbit.config_of(self.lm)
         with torch.device("meta"):
-            wanted = type(self.lm)(self.lm.config).state_dict()
+            empty = type(self.lm)(self.lm.config)
+        lowbit.install(empty, written, str(save_directory))
+        wanted = empty.state_dict()
         for name, source in self.lm.all_tied_weights_keys.items():  # held once, under the name that it is tied to
             spare = tensors.pop(name, None)
             if spare is not None:
@@ -262,7 +267,7 @@ class LMDrafter(TrainableDrafter):
         dtype = next(t.dtype for t in tensors.values() if t.is_floating_point())
         folder = Path(save_directory)
         self.lm.save_pretrained(folder, state_dict=tensors)
-        config = {**self.servable_config(), **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).split(".")[1])}
+        config = {**written, **dict.fromkeys(("dtype", "torch_dtype"), str(dtype).split(".")[1])}
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
         if self.reader.tokenizer is not None:
             self.reader.tokenizer.save_pretrained(folder)
@@ -289,8 +294,10 @@ class LMDrafter(TrainableDrafter):
 
         Raises SpecdraftError on a missing, extra or misshapen tensor; nothing is ever initialised afresh.
         """
-        config = cls.config_from_servable(read_servable(Path(folder)))
-        return cls(config, read_lm(str(folder))).eval()
+        written = read_servable(Path(folder))
+        ours = written.get(lowbit.KEY, {}).get("quant_method") == lowbit.METHOD
+        reader = read_lowbit_lm(Path(folder), written) if ours else read_lm(str(folder))
+        return cls(cls.config_from_servable(written), reader).eval()
 
     def load_weights(self, folder: Path) -> None:
         """With updates, theirs alone: the weights below them are what they were."""

@@ -24,7 +24,7 @@ from torch import Tensor
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
+from specdraft.drafters.base import Chain, DynamicTree, Shape
 from specdraft.tree import ALONE, CHOSEN, NO_NODE, ROOT, DraftTree, Draws
 from specdraft.verify import Verdict
 from specdraft.warping import Warp
@@ -166,8 +166,10 @@ class LookaheadDrafter:
     def _bounds(self) -> tuple[int, int, int]:
         """Depth, width and nodes of what is drafted."""
         shape = self.shape
-        if isinstance(shape, StaticTree):
+        if not isinstance(shape, Chain | DynamicTree):
             raise SpecdraftError(f"lookahead drafts chains and dynamic trees, and was asked for {shape}")
+        if shape.stop_below > 0:
+            raise SpecdraftError("lookahead has no confidence in its guesses: leave stop_below at 0")
         return (shape.gamma, 1, shape.gamma) if isinstance(shape, Chain) else (shape.depth, shape.width, shape.nodes)
 
 

@@ -4,7 +4,7 @@ Module k reads, at slot i, the token x[i+k] and h^(k-1)_i, and gives the law of 
 h^0 is the target's last hidden state. One module may serve every depth, and is then the recurrence of `recurrence`; or
 each depth has its own, with keys and values of its own slots. The module's names are MiMo's, which engines load once
 `formats.mtp.stitch` has put them into the target's checkpoint. What is computed is what the engines compute there:
-whether a module hands on its output before or after its last norm, for one, is a family's custom (see `Custom`).
+whether h^0 is read before or after the target's final norm, for one, is a family's custom (see `Custom`).
 """
 
 from collections.abc import Sequence
@@ -54,6 +54,8 @@ class MTPConfig(DecoderConfig):
     modules: str = "one"
     qkv_bias: bool = False
     qk_norm: bool = False
+    taps: list[int] | None = None
+    """The target's last layer, where it is read before the final norm."""
     family: str = "mimo"
     """Whose custom the modules follow, and under whose names they are stitched: a key of CUSTOMS."""
 
@@ -111,6 +113,7 @@ class MTPDrafter(SharedHeadDrafter):
         super().__init__(config)
         self.model = nn.ModuleDict({"mtp_layers": nn.ModuleList(MTPModule(config) for _ in range(config.module_count))})
         self.custom = CUSTOMS[config.family]
+        self.taps = tuple(config.taps or ())
         self.post_init()
 
     @classmethod
@@ -124,7 +127,8 @@ class MTPDrafter(SharedHeadDrafter):
                 raise SpecdraftError(f"{target.name} brings {count} MTP modules: set {right}")
             return drafter
         biased = "self_attn.q_proj.bias" in dict(target.layers[-1].named_parameters())
-        config = MTPConfig.like(target, unroll=recipe.depths, modules=recipe.modules, qkv_bias=biased)
+        shape: dict[str, Any] = {"qkv_bias": biased, "taps": _taps(target, MTPConfig.family)}
+        config = MTPConfig.like(target, unroll=recipe.depths, modules=recipe.modules, **shape)
         drafter = _class_for(config.modules)(config)
         if recipe.start == "target":
             drafter._start_from(target)
@@ -140,6 +144,7 @@ class MTPDrafter(SharedHeadDrafter):
         native = read_native(Checkpoint(folder), target)
         modules, unroll = ("one", depths) if native.modules == 1 else ("each", native.modules)
         shape: dict[str, Any] = {"qkv_bias": native.qkv_bias, "qk_norm": native.qk_norm, "family": native.family}
+        shape["taps"] = _taps(target, native.family)
         drafter = _class_for(modules)(MTPConfig.like(target, unroll=unroll, modules=modules, **shape))
         check_tensors(native.tensors, drafter.state_dict(), str(folder))
         drafter.load_state_dict(native.tensors)
@@ -175,7 +180,7 @@ class MTPDrafter(SharedHeadDrafter):
         return embedded if self.custom.reads_first else embedded.masked_fill((positions == 0)[..., None], 0)
 
     def enter(self, seen: Observation) -> Tensor:
-        return seen.hidden.to(self.dtype)
+        return (seen.taps if self.taps else seen.hidden).to(self.dtype)
 
     def project(self, embedded: Tensor, feature: Tensor) -> Slots:
         return self.stack[0].project(embedded, feature)
@@ -203,13 +208,14 @@ class MTPDrafter(SharedHeadDrafter):
             **config.servable(),
             "num_nextn_predict_layers": config.module_count,
             "attention_bias": config.qkv_bias,
-            "torch_dtype": str(self.stack[0].input_proj.weight.dtype).removeprefix("torch."),
+            "torch_dtype": str(self.dtype).removeprefix("torch."),
             "specdraft": {
                 "drafter": "mtp",
                 "target_hidden_size": config.target_hidden_size,
                 "unroll": config.unroll,
                 "modules": config.modules,
                 "qk_norm": config.qk_norm,
+                "taps": config.taps,
                 "family": config.family,
                 "trained_length": config.trained_length,
             },
@@ -335,6 +341,10 @@ class MTPStackDrafter(MTPDrafter):
         keys, values = cache.update(key, value, index)
         attended = scaled_dot_product_attention(query, keys, values, mask, enable_gqa=keys.shape[1] < query.shape[1])
         return self.hand_on(module, residual, attended)
+
+
+def _taps(target: FrozenTarget, family: str) -> list[int]:
+    return [] if CUSTOMS[family].reads_normed else [target.num_layers]
 
 
 def _class_for(modules: str) -> type[MTPDrafter]:

@@ -31,6 +31,8 @@ class Custom:
     """What precedes the number of a module in the names of its decoder layer."""
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Its names for what is not of the decoder layer; one with "mtp." stands outside the prefix, for the one module."""
+    reads_normed: bool = True
+    """The first depth reads the target's last hidden state after the target's final norm."""
     hands_on_normed: bool = True
     """A module gives its output to the next depth after its last norm."""
     reads_first: bool = False
@@ -42,7 +44,7 @@ class Custom:
 
 
 CUSTOMS = {
-    "mimo": Custom("model.mtp_layers.", embedding_first=False),
+    "mimo": Custom("model.mtp_layers.", reads_normed=False, embedding_first=False),
     "deepseek": Custom(
         "model.layers.",
         {

@@ -5,16 +5,18 @@ these become a chain, EAGLE-2's dynamic tree or a static one is decided here, fo
 """
 
 from collections.abc import Callable, Sequence
+from math import inf, log
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import log_softmax
 
+from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.tree import ROOT, DraftTree
-from specdraft.warping import Warp
+from specdraft.warping import Prefixes, Warp
 
 
 class Frontier(NamedTuple):
@@ -59,37 +61,77 @@ class Words(NamedTuple):
 def propose(shape: Shape, first: Tensor, grow: Grow, words: Words, warp: Warp, dice: Dice) -> DraftTree:
     """A tree of `shape` below each root. `first` [batch, kept]: the logits below the root.
 
-    A chain is drawn from the warped law, or greedy; the nodes of a tree are chosen, at any temperature.
+    A chain is drawn from the warped law, or greedy; the nodes of a tree are chosen, at any temperature. Raises
+    SpecdraftError for a choice, which a drafter does not make itself.
     """
+    if warp.prefixes is not None:
+        first, grow = _processed(first, grow, words, warp.prefixes)
     if isinstance(shape, Chain):
-        return _chain(shape.gamma, first, grow, words, warp, dice)
+        return _chain(shape, first, grow, words, warp, dice)
     if isinstance(shape, DynamicTree):
         return _dynamic(shape, first, grow, words)
-    return _static(shape, first, grow, words)
+    if isinstance(shape, StaticTree):
+        return _static(shape, first, grow, words)
+    raise SpecdraftError("a choice among shapes is made by an AdaptiveDrafter around the drafter")
 
 
-def _chain(gamma: int, first: Tensor, grow: Grow, words: Words, warp: Warp, dice: Dice) -> DraftTree:
-    batch, logits = len(first), first
+def _processed(first: Tensor, grow: Grow, words: Words, prefixes: Prefixes) -> tuple[Tensor, Grow]:
+    """Laws as the target's processors make them below the same tokens, so that drafts are nearer to what it will say. A
+    law of which they leave nothing stays as it was: drafted words may all be forbidden, the target's are not."""
+    kept = slice(first.shape[1]) if words.kept_ids is None else words.kept_ids
+    read = [torch.empty(len(first), 0, dtype=torch.int64, device=first.device)]
+
+    def process(logits: Tensor, below: Tensor) -> Tensor:
+        wide = logits.new_full((*logits.shape[:2], words.vocab_size), -inf)
+        wide[..., kept] = logits
+        done = prefixes.process(wide, torch.cat(read, 1), below)[..., kept]
+        return torch.where((done > -inf).any(-1, keepdim=True), done, logits)
+
+    def grown(frontier: Frontier) -> Tensor:
+        read.append(frontier.tokens)
+        return process(grow(frontier).expand(-1, frontier.tokens.shape[1], -1), frontier.attends)
+
+    nothing = torch.empty(len(first), 1, 0, dtype=torch.bool, device=first.device)
+    return process(first[:, None], nothing)[:, 0], grown
+
+
+def _chain(shape: Chain, first: Tensor, grow: Grow, words: Words, warp: Warp, dice: Dice) -> DraftTree:
+    """Whether a row has a token at a depth is settled by its law there, before the token is drawn."""
+    logits, nobody = first, torch.zeros(len(first), dtype=torch.int64, device=first.device)
+    lengths, trust = nobody, torch.ones(len(first), device=first.device)
     tokens: list[Tensor] = []
     laws: list[Tensor] = []
-    for depth in range(gamma):
+    confidences: list[Tensor] = []
+    for depth in range(shape.gamma):
         if depth > 0:
             below = tokens[-1][:, None]
-            attends = torch.ones(batch, 1, depth, dtype=torch.bool, device=first.device)
+            attends = torch.ones(len(first), 1, depth, dtype=torch.bool, device=first.device)
             logits = grow(Frontier(below, torch.zeros_like(below), depth, attends))[:, 0]
+        surest = log_softmax(logits.float(), -1).amax(-1).exp()
+        trust = trust * surest
+        drafts = trust >= shape.stop_below
+        if shape.stop_below > 0 and not drafts.any():
+            break
+        lengths = lengths + drafts
         if warp.greedy:
             tokens.append(words.ids(logits.argmax(-1)))
+            confidences.append(surest)
         else:
+            rows = drafts.nonzero().flatten()
             laws.append(words.widened(warp(logits)))
-            tokens.append(dice.draw(laws[-1], range(batch)))
-    return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None)
+            tokens.append(nobody.index_copy(0, rows, dice.draw(laws[-1][rows], rows.tolist())))
+            confidences.append(laws[-1].gather(1, tokens[-1][:, None])[:, 0].float())
+    if not tokens:
+        return DraftTree.chain(nobody[:, None][:, :0], confidence=trust[:, None][:, :0])
+    confidence = torch.stack(confidences, 1)
+    return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1) if laws else None, lengths, confidence)
 
 
 def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> DraftTree:
     """Nodes are collected depth by depth; `frontier` holds those of the last depth that are expanded next."""
     batch, width, device = len(first), shape.width, first.device
-    score, token = _likeliest(first[:, None], 1, width, words)  # [batch, 1, width]
-    scores, tokens = [score.flatten(1)], [token.flatten(1)]
+    likelihood, token = _likeliest(first[:, None], 1, width, words)  # [batch, 1, width]
+    scores, likelihoods, tokens = [likelihood.flatten(1)], [likelihood.flatten(1)], [token.flatten(1)]
     parents = [torch.full_like(tokens[0], ROOT)]
     frontier = torch.arange(width, device=device).expand(batch, -1)
     slot = torch.zeros_like(frontier)  # of a frontier node's parent in the frontier before
@@ -97,12 +139,16 @@ def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> Dra
     own = torch.eye(width, dtype=torch.bool, device=device).expand(batch, -1, -1)
     rows = torch.arange(batch, device=device)[:, None]
     collected = width
+    least = log(shape.stop_below) if shape.stop_below > 0 else -inf  # of a kept node's score
     for depth in range(1, shape.depth):
+        if shape.stop_below > 0 and (scores[-1] < least).all():
+            break
         attends = torch.cat([attends[rows, slot], own], 2)
         logits = grow(Frontier(torch.cat(tokens, 1)[rows, frontier], slot, depth, attends))
-        score, token = _likeliest(logits, width, width, words)  # [batch, width, width]
-        score = score + torch.cat(scores, 1)[rows, frontier][..., None]
+        likelihood, token = _likeliest(logits, width, width, words)  # [batch, width, width]
+        score = likelihood + torch.cat(scores, 1)[rows, frontier][..., None]
         scores.append(score.flatten(1))
+        likelihoods.append(likelihood.flatten(1))
         tokens.append(token.flatten(1))
         parents.append(frontier.repeat_interleave(width, 1))
         best = score.flatten(1).topk(width).indices
@@ -110,11 +156,19 @@ def _dynamic(shape: DynamicTree, first: Tensor, grow: Grow, words: Words) -> Dra
         collected += width * width
     every = torch.cat(scores, 1)
     # stable: of equal scores the parent, which stands first, is kept before its child
-    kept = every.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes].sort(dim=1).values
-    place = torch.full((batch, collected + 1), ROOT, device=device)  # the last entry is the root's own
+    kept = every.sort(dim=1, descending=True, stable=True).indices[:, : shape.nodes]
+    kept = kept.masked_fill(every.gather(1, kept) < least, collected).sort(dim=1).values
+    present = kept < collected
+    if shape.stop_below > 0:
+        most = int(present.sum(1).max())
+        kept, present = kept[:, :most], present[:, :most]
+    place = torch.full((batch, collected + 1), ROOT, device=device)
     place.scatter_(1, kept, torch.arange(kept.shape[1], device=device).expand_as(kept))
+    place[:, collected] = ROOT  # the root's own, and that of nodes that are not kept
+    kept = kept.clamp(max=collected - 1)
     parent = place.gather(1, torch.cat(parents, 1).gather(1, kept) % (collected + 1))
-    return DraftTree.chosen(torch.cat(tokens, 1).gather(1, kept), parent, torch.ones_like(parent, dtype=torch.bool))
+    token, confidence = torch.cat(tokens, 1).gather(1, kept), torch.cat(likelihoods, 1).gather(1, kept).exp()
+    return DraftTree.chosen(token, parent, present, confidence)
 
 
 def _static(shape: StaticTree, first: Tensor, grow: Grow, words: Words) -> DraftTree:
@@ -125,12 +179,14 @@ def _static(shape: StaticTree, first: Tensor, grow: Grow, words: Words) -> Draft
     read: list[tuple[int, ...]] = []  # nodes in the order in which they were read
     before: list[tuple[int, ...]] = [()]  # the frontier whose laws are known
     tokens: list[Tensor] = []
+    likelihoods: list[Tensor] = []
     logits = first[:, None]
     for depth in range(1, shape.depth + 1):
         level = [path for path in shape.paths if len(path) == depth]
-        _, token = _likeliest(logits, len(before), 1 + max(path[-1] for path in level), words)
-        slots = [before.index(path[:-1]) for path in level]
-        tokens.append(token[:, slots, [path[-1] for path in level]])
+        likelihood, token = _likeliest(logits, len(before), 1 + max(path[-1] for path in level), words)
+        slots, ranks = [before.index(path[:-1]) for path in level], [path[-1] for path in level]
+        tokens.append(token[:, slots, ranks])
+        likelihoods.append(likelihood[:, slots, ranks])
         frontier = [path for path in level if path in inner]
         if not frontier:
             break
@@ -141,7 +197,8 @@ def _static(shape: StaticTree, first: Tensor, grow: Grow, words: Words) -> Draft
         logits = grow(Frontier(chosen, hangs.expand(batch, -1), depth, sees.expand(batch, -1, -1)))
         before = frontier
     parents = torch.tensor([place.get(path[:-1], ROOT) for path in shape.paths], device=device).expand(batch, -1)
-    return DraftTree.chosen(torch.cat(tokens, 1), parents, torch.ones_like(parents, dtype=torch.bool))
+    present = torch.ones_like(parents, dtype=torch.bool)
+    return DraftTree.chosen(torch.cat(tokens, 1), parents, present, torch.cat(likelihoods, 1).exp())
 
 
 def best_paths(accuracies: Sequence[Sequence[float]], nodes: int) -> StaticTree:

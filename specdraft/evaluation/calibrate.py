@@ -47,7 +47,7 @@ def rank_accuracies(
 
 def _guesses(prediction: Prediction, times: Tensor, ranks: int) -> Tensor:
     """The likeliest ids of a prediction, int64 [n, at most ranks], at flat positions int64 [n]."""
-    logits = prediction.head(prediction.hidden.flatten(0, 1)[times])
+    logits = prediction.logits(prediction.hidden.flatten(0, 1)[times])
     columns = logits.topk(min(ranks, logits.shape[-1])).indices
     return columns if prediction.kept_ids is None else prediction.kept_ids[columns]
 

@@ -8,13 +8,14 @@ from specdraft.config import SpecdraftError
 from specdraft.decoding import Round, generate
 from specdraft.drafters.base import Drafter, DynamicTree, TrainableDrafter
 from specdraft.evaluation.costs import costs, depth_of, time_parts
+from specdraft.evaluation.curve import stops_paying
 from specdraft.evaluation.prompts import Prompt
 from specdraft.evaluation.replay import Overlaps, Ranks, Trace, greedy_trace, read_overlaps, read_ranks
 from specdraft.evaluation.report import Estimate
 from specdraft.evaluation.stage import Source, training_of
 from specdraft.evaluation.statistics import Array, Bootstrap, Counts, RoundTable, acceptance
 from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System
-from specdraft.evaluation.tune_report import BatchPoint, Candidate, Comparison, Speed, Tuned, stops_paying, verdict
+from specdraft.evaluation.tune_report import BatchPoint, Candidate, Comparison, Speed, Tuned, verdict
 from specdraft.target import FrozenTarget
 from specdraft.warping import Warp
 
@@ -174,16 +175,17 @@ def _priced(work: Work, source: Source, drafter: Drafter, tries: Sequence[_Try])
     shapes, sizes = [each.system.shape() for each in tries], work.batch_sizes
     timed = work.step(f"{source.name}: costs", len(sizes))
     for size in sizes:
-        passes, drafts = time_parts(work.target, drafter, shapes, [context] * size, work.warp)
+        parts = time_parts(work.target, drafter, shapes, [context] * size, work.warp)
         for place, (shape, found) in enumerate(zip(shapes, figures, strict=True)):
-            cost = costs(passes, drafts[place], shape, found)
+            cost = costs(parts, place, shape, found)
             speeds[place].append(
                 Speed(
                     batch_size=size,
                     c=cost.c,
                     v=cost.v,
                     nodes=cost.nodes,
-                    predicted=_scaled(found.emitted_per_pass, cost.v + depth_of(shape) * cost.c),
+                    round_cost=cost.round_cost,
+                    predicted=_scaled(found.emitted_per_pass, cost.round_cost),
                     break_even_alpha=cost.break_even_alpha,
                 )
             )
@@ -248,9 +250,9 @@ def compared(work: Work, one: Tried, other: Tried) -> Comparison:
 
 
 def _speed_sums(found: Tried) -> tuple[Array, Array]:
-    """Tokens and time, in target steps, of each prompt with the drafter's best shape."""
+    """Tokens and time, in steps of plain decoding, of each prompt with the drafter's best shape."""
     system = found.tuned.by_batch[0].system
     candidate = found.tuned.named(system)
     assert candidate is not None, "a point names a candidate"
     speed, counts = candidate.speeds[0], found.counts[system]
-    return counts.emitted, counts.rounds * (speed.v + depth_of(found.systems[system].shape()) * speed.c)
+    return counts.emitted, counts.rounds * speed.round_cost

@@ -13,6 +13,7 @@ from specdraft.decoding import Generation
 from specdraft.evaluation.report import Divergence, Losslessness
 from specdraft.target import FrozenTarget
 from specdraft.verify import Thresholds
+from specdraft.warping import Processors
 
 FAILED_BELOW = 0.001
 """A sampled run fails below this p-value: at most one lossless run in a thousand fails, all tests together."""
@@ -26,10 +27,12 @@ def compare_greedy(
     plain: Sequence[Generation],
     speculative: Sequence[Generation],
     tie_factor: float = TIE_FACTOR,
+    processors: Processors | None = None,
 ) -> Losslessness:
     """Token identity (E-01). In float32 and float64 any divergence fails. In half precision a divergence is excused
     where both tokens lie, in float32, within `tie_factor` * e of the best logit; e is what the dtype itself does to
-    the target there: the largest change of any logit between its plain passes in its own dtype and in float32."""
+    the target there: the largest change of any logit between its plain passes in its own dtype and in float32.
+    `processors`: those that both were decoded with."""
     parted = [
         (index, _first_difference(a.tokens, b.tokens))
         for index, (a, b) in enumerate(zip(plain, speculative, strict=True))
@@ -40,10 +43,9 @@ def compare_greedy(
         return Losslessness(
             verdict="identical", reason=f"all {compared} answers are token-identical", compared=compared
         )
-    contexts = [[*prompts[index], *plain[index].tokens[:place]] for index, place in parted]
-    own = [next_logits(target, context) for context in contexts]
+    own = [_next(target, prompts[index], plain[index].tokens[:place], processors) for index, place in parted]
     with in_float32(target.model):
-        exact = [next_logits(target, context) for context in contexts]
+        exact = [_next(target, prompts[index], plain[index].tokens[:place], processors) for index, place in parted]
     divergences = [
         _divergence(index, place, plain[index].tokens, speculative[index].tokens, logits)
         for (index, place), logits in zip(parted, zip(own, exact, strict=True), strict=True)
@@ -67,6 +69,14 @@ def compare_greedy(
     return Losslessness(verdict=verdict, reason=reason, compared=compared, divergences=divergences)
 
 
+def _next(target: FrozenTarget, prompt: Sequence[int], answer: Sequence[int], processors: Processors | None) -> Tensor:
+    """`next_logits` as they are decoded with."""
+    logits, text = next_logits(target, [*prompt, *answer]), torch.tensor([[*prompt, *answer]], device=target.device)
+    for processor in () if processors is None else processors(len(prompt)):
+        logits = processor(text, logits[None])[0]
+    return logits
+
+
 def _divergence(
     index: int, place: int, plain: Sequence[int], speculative: Sequence[int], logits: tuple[Tensor, Tensor]
 ) -> Divergence:
@@ -82,7 +92,7 @@ def _divergence(
         speculative_token=tokens[1],
         top2_margin=float(best[0] - best[1]),
         gap=None if lowest is None else float(best[0]) - lowest,
-        rounding=float((own - exact).abs().max()),
+        rounding=float((own - exact).nan_to_num(0.0).abs().max()),  # what is forbidden is so in both
     )
 
 
@@ -106,14 +116,14 @@ def check_sampled(generations: Sequence[Generation]) -> Losslessness:
     Tokens without a transform are not certified (E-34): only a run that verifies against p records them.
     """
     tokens = sum(len(generation.tokens) for generation in generations)
-    places = [place for generation in generations for place in generation.pit]
+    places = [place for generation in generations for place in generation.transforms.tokens]
     if len(places) != tokens or not tokens:
         reason = (
             f"not known to be distribution-exact: {len(places)} of {tokens} tokens have a place in the target's law"
         )
         return Losslessness(verdict="not certified", reason=reason, compared=len(places))
-    by_draft = [place for generation in generations for place in generation.draft_pit if place is not None]
-    trials = [place for generation in generations for place in generation.trial_pit]
+    by_draft = [place for generation in generations for place in generation.transforms.drafts if place is not None]
+    trials = [place for generation in generations for place in generation.transforms.trials]
     distance, p_value = kolmogorov_smirnov(places)
     found = {f"{tokens} tokens' places in the target's law": p_value}
     if by_draft:

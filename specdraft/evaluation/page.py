@@ -3,24 +3,35 @@
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from rich.table import Table
 
 from specdraft.evaluation import plots
-from specdraft.evaluation.report import Costs, Estimate, Report, RunTime, SystemReport, lossless_sentence
+from specdraft.evaluation.report import Costs, Estimate, Report, RunTime, Sample, SystemReport, lossless_sentence
 
 
 class Figure(NamedTuple):
     """One line of the table."""
 
+    group: str
+    """The heading under which it stands."""
     name: str
     definition: str
     """The name under which the report's definitions explain it."""
     of: Callable[[SystemReport], str]
     plain: Callable[[RunTime], str] = lambda run: ""
+    """What plain decoding has to say to it."""
+
+
+class Shown(NamedTuple):
+    """A prompt, and what each system made of it."""
+
+    prompt: str
+    category: str | None
+    answers: list[Sample]
 
 
 def write(report: Report, folder: Path) -> None:
@@ -50,52 +61,107 @@ def percent(estimate: Estimate | None) -> str:
 
 
 def figures(report: Report) -> list[Figure]:
-    """The lines of the table that this report has something to say about."""
-    deepest = max((len(system.acceptance.depths) for system in report.systems), default=0)
+    """The lines of the table that this report has something to say about, and a definition for: an older one has not
+    all."""
+    lines = [*_acceptance_figures(report), *_speed_figures(report), *_cost_figures(report), *_time_figures()]
+    return [line for line in (*lines, _verdict(report)) if line.definition in report.definitions]
+
+
+def _acceptance_figures(report: Report) -> list[Figure]:
+    group, deepest = "Acceptance", max((len(system.acceptance.depths) for system in report.systems), default=0)
     lines = [
-        Figure("tau", "tau", lambda s: number(s.acceptance.tau), lambda run: "1.00"),
-        Figure("emitted per pass", "emitted per pass", lambda s: number(s.acceptance.emitted_per_pass)),
-        Figure("alpha", "alpha", lambda s: percent(s.acceptance.alpha)),
-        *(Figure(f"alpha at depth {d + 1}", "alpha", lambda s, d=d: _at_depth(s, d)) for d in range(deepest)),  # type: ignore[misc]
-        Figure("analytic alpha", "analytic alpha", lambda s: percent(s.acceptance.analytic_alpha)),
-        Figure("acceptance ratio", "acceptance ratio", lambda s: percent(s.acceptance.acceptance_ratio)),
-        Figure(
-            "tokens/s",
-            "tokens/s",
-            lambda s: f"{s.time.tokens_per_second:.1f}",
-            lambda run: f"{run.tokens_per_second:.1f}",
-        ),
+        Figure(group, "tau", "tau", lambda s: number(s.acceptance.tau), _one),
+        Figure(group, "emitted per pass", "emitted per pass", lambda s: number(s.acceptance.emitted_per_pass)),
+        Figure(group, "alpha", "alpha", lambda s: percent(s.acceptance.alpha)),
+        *(Figure(group, f"alpha at depth {d + 1}", "alpha", lambda s, d=d: _at_depth(s, d)) for d in range(deepest)),  # type: ignore[misc]
+        Figure(group, "analytic alpha", "analytic alpha", lambda s: percent(s.acceptance.analytic_alpha)),
+        Figure(group, "acceptance ratio", "acceptance ratio", lambda s: percent(s.acceptance.acceptance_ratio)),
+        Figure(group, "i.i.d. tau", "i.i.d. tau", lambda s: number(s.acceptance.iid_tau)),
+        Figure(group, "departure from i.i.d.", "departure from i.i.d.", lambda s: percent(s.acceptance.iid_departure)),
     ]
-    if report.plain is not None:
-        lines += [
-            Figure("speed-up", "speed-up", lambda s: number(s.speedup), lambda run: "1.00"),
-            Figure("decode speed-up", "decode speed-up", lambda s: number(s.decode_speedup), lambda run: "1.00"),
-        ]
-    if all(system.costs is not None for system in report.systems):
-        lines += [
-            Figure("predicted speed-up", "predicted speed-up", _cost(lambda c: f"{c.predicted_speedup:.2f}")),
-            Figure("v(n)", "v(n)", _cost(lambda c: f"{c.v:.2f} (n = {c.nodes + 1:.3g})"), lambda run: "1.00"),
-            Figure("c", "c", _cost(lambda c: f"{c.c:.3f}")),
-            Figure("break-even alpha", "break-even alpha", _cost(lambda c: _share(c.break_even_alpha))),
-            Figure("best gamma", "best gamma", _cost(lambda c: "–" if c.best_gamma is None else str(c.best_gamma))),
-        ]
-    lines += [
-        Figure(
-            "time in target", "time", lambda s: _share(s.time.share("target")), lambda run: _share(run.share("target"))
-        ),
-        Figure("time in drafter", "time", lambda s: _share(s.time.share("drafter")), lambda run: ""),
-        Figure(
-            "time in prompts",
-            "time",
-            lambda s: _share(s.time.share("prefill")),
-            lambda run: _share(run.share("prefill")),
-        ),
-        Figure(
-            "time elsewhere", "time", lambda s: _share(s.time.share("other")), lambda run: _share(run.share("other"))
-        ),
-        Figure("lossless", _lossless_key(report), lambda s: s.losslessness.verdict),
-    ]
+    if any(system.acceptance.calibration is not None for system in report.systems):
+        lines.append(Figure(group, "calibration error", "calibration error", _calibration_error))
     return lines
+
+
+def _speed_figures(report: Report) -> list[Figure]:
+    group = "Speed"
+    lines = [Figure(group, "tokens/s", "tokens/s", lambda s: _rate(s.time), _rate)]
+    if report.plain is None:
+        return lines
+    lines += [
+        Figure(group, "speed-up", "speed-up", lambda s: number(s.speedup), _one),
+        Figure(group, "decode speed-up", "decode speed-up", lambda s: number(s.decode_speedup), _one),
+        Figure(group, "predicted speed-up", "predicted speed-up", lambda s: number(s.predicted)),
+        Figure(
+            group, "predicted / measured", "predicted / measured", lambda s: _against(s.predicted, s.decode_speedup)
+        ),
+    ]
+    if any(system.by_batch for system in report.systems):
+        lines.append(Figure(group, "stops paying", "stops paying", _stops))
+    return lines
+
+
+def _cost_figures(report: Report) -> list[Figure]:
+    if any(system.costs is None for system in report.systems):
+        return []
+    group = "Costs"
+    return [
+        Figure(group, "v(n)", "v(n)", _cost(lambda c: f"{c.v:.2f} (n = {c.nodes + 1:.3g})"), _one),
+        Figure(group, "c", "c", _cost(lambda c: f"{c.c:.3f}")),
+        Figure(group, "round cost", "round cost", _cost(lambda c: f"{c.round_cost:.2f}"), _one),
+        Figure(group, "break-even alpha", "break-even alpha", _cost(lambda c: _share(c.break_even_alpha))),
+        Figure(group, "best gamma", "best gamma", _cost(lambda c: "–" if c.best_gamma is None else str(c.best_gamma))),
+    ]
+
+
+def _time_figures() -> list[Figure]:
+    parts: tuple[tuple[str, Literal["target", "drafter", "prefill", "other"]], ...] = (
+        ("time in target", "target"),
+        ("time in drafter", "drafter"),
+        ("time in prompts", "prefill"),
+        ("time elsewhere", "other"),
+    )
+
+    def line(name: str, part: Literal["target", "drafter", "prefill", "other"]) -> Figure:
+        def share(run: RunTime) -> str:
+            return _share(run.share(part))
+
+        own = Figure("Costs", name, "time", lambda s: share(s.time))
+        return own if part == "drafter" else own._replace(plain=share)
+
+    return [line(name, part) for name, part in parts]
+
+
+def _verdict(report: Report) -> Figure:
+    return Figure("Losslessness", "lossless", _lossless_key(report), lambda s: s.losslessness.verdict)
+
+
+def _one(run: RunTime) -> str:
+    return "1.00"
+
+
+def _rate(run: RunTime) -> str:
+    return f"{run.tokens_per_second:.1f}"
+
+
+def _calibration_error(system: SystemReport) -> str:
+    found = system.acceptance.calibration
+    return "–" if found is None else percent(found.error)
+
+
+def _against(predicted: Estimate | None, measured: Estimate | None) -> str:
+    if predicted is None or measured is None or predicted.value is None or not measured.value:
+        return "–"
+    return f"{predicted.value / measured.value:.2f}"
+
+
+def _stops(system: SystemReport) -> str:
+    if not system.by_batch:
+        return "–"
+    if system.stops_paying is None:
+        return f"not up to {system.by_batch[-1].batch_size}"
+    return f"about {system.stops_paying:.2g}"
 
 
 def table(report: Report) -> Table:
@@ -120,6 +186,13 @@ def markdown(report: Report) -> str:
     lines += [
         f"* {system.name}: {system.losslessness.verdict}; {system.losslessness.reason}." for system in report.systems
     ]
+    if (served := report.served) is not None:
+        lines += ["", f"## Served by {served.engine}: {served.verdict}", "", f"{served.reason}.", ""]
+        lines += [f"| {served.system}, {served.prompts} prompts | here | engine |", "|---|---:|---:|"]
+        lines += [f"| {name} | {ours} | {theirs} |" for name, ours, theirs in served.rows]
+    if any(system.by_batch for system in report.systems):
+        lines += ["", "## Batch sizes", "", f"| {' | '.join(_BATCH_COLUMNS)} |", "|---|---:|---:|---:|---:|---:|---:|"]
+        lines += [f"| {' | '.join(row)} |" for row in batch_rows(report)]
     for system in report.systems:
         lines += [
             "",
@@ -144,6 +217,34 @@ def markdown(report: Report) -> str:
     return "\n".join(lines) + "\n"
 
 
+_BATCH_COLUMNS = (
+    "",
+    "batch size",
+    "batches",
+    "speed-up",
+    "decode speed-up",
+    "predicted speed-up",
+    "predicted / measured",
+)
+
+
+def batch_rows(report: Report) -> list[tuple[str, ...]]:
+    """A line for each system and batch size."""
+    return [
+        (
+            system.name,
+            str(point.batch_size),
+            str(point.batches),
+            number(point.speedup),
+            number(point.decode_speedup),
+            number(point.predicted),
+            _against(point.predicted, point.decode_speedup),
+        )
+        for system in report.systems
+        for point in system.by_batch
+    ]
+
+
 def html(report: Report) -> str:
     """The page: inline style and pictures, no script, and a policy that forbids it to load anything."""
     environment = Environment(
@@ -157,10 +258,16 @@ def html(report: Report) -> str:
         report=report,
         setting=setting_lines(report),
         columns=_columns(report),
-        rows=[(figure, _cells(report, figure)) for figure in figures(report)],
+        groups=_groups(report),
         tiles=_tiles(report),
-        plots={title: Markup(drawing) for title, drawing in plots.draw(report).items()},
+        plots={
+            section: [plot._replace(drawing=Markup(plot.drawing)) for plot in found]
+            for section, found in plots.draw(report).items()
+        },
+        shown=_shown(report.samples),
         provenance=json.dumps(report.provenance, indent=2, ensure_ascii=False),
+        batch_columns=_BATCH_COLUMNS,
+        batch_rows=batch_rows(report),
         number=number,
         percent=percent,
     )
@@ -182,11 +289,28 @@ def setting_lines(report: Report) -> list[tuple[str, str]]:
         ("precision", s.dtype),
         ("acceptance", s.acceptance),
         ("decoding", f"{law}; batches of {s.batch_size}; at most {s.max_new_tokens} new tokens; seed {s.seed}"),
-        ("prompts", f"{s.prompts}{kinds}"),
+        ("controls", s.controls),
+        ("prompts", f"{s.prompts}{kinds}{'' if s.answers in (None, s.prompts) else f'; {s.answers} turns answered'}"),
         ("prompts seen in training", overlap),
         ("drafter's trained length", "not known" if s.trained_length is None else f"{s.trained_length} tokens"),
         ("made", report.created),
     ]
+
+
+def _groups(report: Report) -> list[tuple[str, list[tuple[Figure, list[str]]]]]:
+    """The table's lines under their headings."""
+    found: dict[str, list[tuple[Figure, list[str]]]] = {}
+    for figure in figures(report):
+        found.setdefault(figure.group, []).append((figure, _cells(report, figure)))
+    return [*found.items()]
+
+
+def _shown(samples: Sequence[Sample]) -> list[Shown]:
+    """Samples of one prompt side by side, in the order of the report."""
+    found: dict[tuple[str, str | None], list[Sample]] = {}
+    for sample in samples:
+        found.setdefault((sample.prompt, sample.category), []).append(sample)
+    return [Shown(prompt, category, answers) for (prompt, category), answers in found.items()]
 
 
 def _columns(report: Report) -> list[str]:

@@ -23,6 +23,7 @@ from specdraft.decoding import Round, pad
 from specdraft.dice import SeededDice
 from specdraft.drafters.base import Chain, DynamicTree, Shape, TrainableDrafter
 from specdraft.drafters.recurrence import RecurrentDrafter
+from specdraft.drafters.shapes import Choice
 from specdraft.evaluation.costs import depth_of
 from specdraft.evaluation.report import Estimate
 from specdraft.evaluation.statistics import Array, Bootstrap
@@ -119,6 +120,8 @@ class Ranks:
         """
         if isinstance(shape, DynamicTree):
             raise SpecdraftError("a dynamic tree cannot be replayed: its shape hangs on the scores of wrong guesses")
+        if isinstance(shape, Choice) or (isinstance(shape, Chain) and shape.stop_below > 0):
+            raise SpecdraftError("a draft that adapts cannot be replayed: the trace has no confidences and no rounds")
         if depth_of(shape) > self.depth:
             raise SpecdraftError(
                 f"a shape {depth_of(shape)} tokens deep was asked of a replay that is {self.depth} deep: ask for less, "
@@ -207,7 +210,7 @@ def _columns(prediction: Prediction, tokens: Tensor, spans: Sequence[_Span]) -> 
     ahead = torch.repeat_interleave(torch.tensor([s.ahead for s in spans]), torch.tensor([s.places for s in spans]))
     wanted, hidden = tokens.flatten()[(index + ahead).to(device)], prediction.hidden.flatten(0, 1)
     ranks = [
-        _rank(prediction.head(hidden[part]), wanted[part_wanted], prediction.kept_ids)
+        _rank(prediction.logits(hidden[part]), wanted[part_wanted], prediction.kept_ids)
         for part, part_wanted in zip(
             index.to(device).split(_CHUNK), torch.arange(len(wanted), device=device).split(_CHUNK), strict=True
         )
@@ -292,7 +295,7 @@ def read_overlaps(
                 p = warp(target.head(seen.hidden[place, part]))
                 for prediction in predictions:
                     kept = part >= first + prediction.shift  # the root is a token of the answer
-                    q = warp(prediction.head(prediction.hidden[place, part[kept] - prediction.shift]))
+                    q = warp(prediction.logits(prediction.hidden[place, part[kept] - prediction.shift]))
                     ids = slice(q.shape[-1]) if prediction.kept_ids is None else prediction.kept_ids
                     sums[index, prediction.depth - 1] += float(torch.minimum(p[kept][:, ids], q).sum())
                     counts[index, prediction.depth - 1] += int(kept.sum())

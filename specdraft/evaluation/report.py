@@ -9,80 +9,11 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, JsonValue, ValidationError
 
 from specdraft.config import SpecdraftError
+from specdraft.evaluation.definitions import DEFINITIONS
+from specdraft.evaluation.served_counts import Served
 
 SCHEMA_VERSION = 1
 SliceKind = Literal["category", "output position", "prompt length"]
-
-DEFINITIONS: dict[str, str] = {
-    "interval": (
-        "95 % interval in brackets: percentile bootstrap over prompts (whole prompts are drawn with replacement; for "
-        "speed, whole batches, each with its plain twin). Absent where fewer than two prompts (batches) contribute."
-    ),
-    "round": (
-        "One pass of the target over one row: the root and the tokens drafted below it. The first token after a "
-        "prompt comes from reading the prompt and belongs to no round."
-    ),
-    "tau": (
-        "Tokens per target pass, the free token included: 1 + the sum of reach over depths. Tokens that an end of "
-        "text or the length cap cuts off the last round still count here."
-    ),
-    "emitted per pass": "Tokens that really entered the output over rounds: tau after the last round was trimmed.",
-    "alpha": (
-        "Acceptance rate at depth d: rounds in which some candidate at depth d was accepted, over rounds that "
-        "accepted depth d - 1 and were offered a candidate at depth d. Without a depth: all depths together."
-    ),
-    "analytic alpha": (
-        "The mean, over the same depths and rounds, of the probability with which a candidate was to be accepted; in "
-        "a chain sum_x min(p(x), q(x)). It estimates the same thing as alpha with less noise (for greedy decoding "
-        "the two are equal)."
-    ),
-    "offer": "Share of the rounds that reached depth d - 1 in which a candidate at depth d was offered.",
-    "reach": "Share of all rounds in which depth d was accepted: the product of offer and alpha up to depth d.",
-    "acceptance ratio": (
-        "Accepted over proposed tokens, all of a tree's candidates counted. Not alpha: tokens drafted behind a "
-        "rejected one, and siblings of an accepted one, count as lost."
-    ),
-    "tokens/s": "New tokens over wall-clock seconds, prompt reading included.",
-    "speed-up": (
-        "Tokens/s of speculative over plain decoding: same prompts, same process, same loop, batch by batch in turn."
-    ),
-    "decode speed-up": "The same without the time for reading prompts, in which drafting cannot help.",
-    "time": (
-        "Share of the wall-clock seconds: prompts, target passes (head and warping included), drafting (the drafter's "
-        "reading of prompts and accepted tokens included), and everything else."
-    ),
-    "c": "Time of one draft step (one depth of drafting) over the time of a target pass of one token a row.",
-    "v(n)": "Time of a target pass of n tokens a row over the time of a pass of one.",
-    "predicted speed-up": (
-        "tau / (v(n) + depth * c) from the measured parts, n = 1 + the mean number of drafted tokens; no time "
-        "for anything else. Compare with the decode speed-up."
-    ),
-    "break-even alpha": (
-        "The alpha, equal at every depth, at which a chain of this length neither gains nor loses time."
-    ),
-    "best gamma": (
-        "The chain length with the highest predicted speed-up at the measured acceptance and costs; beyond the "
-        "measured depths the last depth's acceptance is carried on."
-    ),
-    "lossless, greedy": (
-        "Every answer equals plain decoding's token for token. In half precision a pass over several tokens rounds "
-        "otherwise than a pass over one, so an answer may part where the target itself has nearly equal best tokens: "
-        "where both tokens lie, in float32, within tie_factor * e of the best logit, e being the largest change of any "
-        "logit between the target's plain passes in its own dtype and in float32 there. Each parting is listed."
-    ),
-    "lossless, sampled": (
-        "Each emitted token's place in the target's law (its randomised probability integral transform) is uniform "
-        "on (0, 1) if and only if tokens follow that law. Tested (Kolmogorov-Smirnov): the places with tokens in order "
-        "of p, and of p over the draft law, the mean of the latter, and the places of drawn drafts in the law that the "
-        "drafter hands on. Failed below p = 0.001, the smallest p times the number of tests: at most one lossless run "
-        "in a thousand fails. A run without these values is not certified."
-    ),
-    "lossy by choice": (
-        "Typical acceptance was asked for: a token x is accepted where p(x) > min(epsilon, delta * exp(-H(p))), "
-        "H the entropy of the target's law p, whatever it was drafted from. Answers do not follow the target's law; "
-        "alpha, tau and speed are not comparable with those of a lossless run, and analytic alpha is alpha itself."
-    ),
-}
 
 
 class Section(BaseModel):
@@ -95,6 +26,13 @@ class Estimate(Section):
     value: float | None
     low: float | None = None
     high: float | None = None
+
+    @property
+    def bounds(self) -> tuple[float, float, float] | None:
+        """low, value and high, where there are all three."""
+        if self.value is None or self.low is None or self.high is None:
+            return None
+        return self.low, self.value, self.high
 
 
 class DepthFigures(Section):
@@ -119,6 +57,30 @@ class Slice(Section):
     analytic_alpha: Estimate
 
 
+class Bin(Section):
+    """Drafted tokens whose parent was accepted and that the drafter found about equally likely."""
+
+    low: float
+    high: float
+    """The drafter's probability of them lies in [low, high); 1 belongs to the last bin."""
+    nodes: int
+    confidence: float
+    """Mean of the drafter's probability."""
+    accepted: Estimate
+    target: Estimate
+    """Mean of the target's own probability of them, warped; greedy decoding: the share that are its likeliest."""
+
+
+class Calibration(Section):
+    """Whether the drafter is as often right as it says."""
+
+    nodes: int
+    error: Estimate
+    """Expected calibration error: mean over nodes of |confidence - target|, each the mean of its bin."""
+    bins: list[Bin]
+    """Those that hold a node, rising."""
+
+
 class Acceptance(Section):
     """What was accepted, over all prompts."""
 
@@ -134,6 +96,23 @@ class Acceptance(Section):
     slices: list[Slice]
     emitted_histogram: list[int]
     """Rounds by the number of tokens that they emitted: index 0, 1, 2, ..."""
+    iid_tau: Estimate = Estimate(value=None)
+    """tau with the one `alpha` at every depth, offers as they were."""
+    iid_departure: Estimate = Estimate(value=None)
+    """tau over `iid_tau`, less 1."""
+    calibration: Calibration | None = None
+    """None: the drafter gives no probabilities."""
+
+    def disagreements(self) -> list[str]:
+        """Where counted and analytic alpha are further apart than their intervals and chance allow: one is wrong."""
+        pairs = [("", self.alpha, self.analytic_alpha, sum(figures.offers for figures in self.depths))]
+        pairs += [(f" at depth {d.depth}", d.alpha, d.analytic_alpha, d.offers) for d in self.depths]
+        return [
+            f"alpha{where} was counted as {100 * (counted.value or 0):.1f} %, but should have been "
+            f"{100 * (analytic.value or 0):.1f} % by the laws: beyond both intervals"
+            for where, counted, analytic, offers in pairs
+            if _apart(counted, analytic, offers)
+        ]
 
     def metrics(self) -> dict[str, float]:
         """The figures by name, as a training log wants them: tau, alpha, analytic_alpha, alpha_1, alpha_2, ..."""
@@ -180,6 +159,10 @@ class Costs(Section):
     pass_seconds: dict[int, float]
     """Target pass by number of tokens a row."""
     draft_step_seconds: float
+    rest_seconds: float = 0.0
+    """What a round does beside drafting and its pass: verification, commit, the drafter's reading of what is new."""
+    round_cost: float = 1.0
+    """A whole round of this system over a step of plain decoding."""
     c: float
     nodes: float
     """Tokens a row that this system's pass held beyond the root, on average."""
@@ -223,6 +206,18 @@ class Losslessness(Section):
         return self.verdict in ("identical", "ties", "law holds")
 
 
+class BatchSpeed(Section):
+    """Speed-up at one batch size."""
+
+    batch_size: int
+    batches: int
+    """Full ones; where prompts are too few for them, prompts were decoded again."""
+    speedup: Estimate
+    decode_speedup: Estimate
+    predicted: Estimate
+    """Of the decode speed-up."""
+
+
 class SystemReport(Section):
     name: str
     shape: dict[str, JsonValue]
@@ -232,6 +227,12 @@ class SystemReport(Section):
     decode_speedup: Estimate | None
     costs: Costs | None
     losslessness: Losslessness
+    predicted: Estimate | None = None
+    """Of the decode speed-up, at the setting's batch size."""
+    by_batch: list[BatchSpeed] = []
+    """At the batch sizes asked for, rising."""
+    stops_paying: float | None = None
+    """The batch size from which the decode speed-up is 1 or less; None: not at any that was asked for."""
 
 
 class Piece(Section):
@@ -265,6 +266,8 @@ class Setting(Section):
     target: str
     target_fingerprint: str
     drafter: str
+    drafter_weights: str | None = None
+    """`provenance.hash_weights` of a trained drafter's folder; None: no trained drafter alone, or not known."""
     device: str
     hardware: str
     dtype: str
@@ -276,8 +279,12 @@ class Setting(Section):
     max_new_tokens: int
     acceptance: str = "exact"
     """The rule by which drafted tokens are accepted."""
+    controls: str = "none"
+    """Penalties and stop strings, in every run."""
     seed: int
     prompts: int
+    answers: int | None = None
+    """Of each run: one a turn, so more than prompts where users ask on; None: as many as prompts."""
     categories: dict[str, int]
     training_overlap: int | None
     """Evaluation prompts that also stand among the training prompts; None: not known."""
@@ -293,6 +300,8 @@ class Report(Section):
     systems: list[SystemReport]
     samples: list[Sample]
     training: list[Curve]
+    served: Served | None = None
+    """An engine's counts beside ours, where one was asked."""
     warnings: list[str]
     provenance: dict[str, JsonValue]
     definitions: dict[str, str] = DEFINITIONS
@@ -352,3 +361,12 @@ def lossless_sentence(found: list[Losslessness]) -> str:
 
 def _value(estimate: Estimate | None) -> float:
     return -1.0 if estimate is None or estimate.value is None else estimate.value
+
+
+def _apart(counted: Estimate, analytic: Estimate, offers: int) -> bool:
+    """Intervals that do not meet, and a difference that so many tosses with the analytic chance make once in 1,000."""
+    if (one := counted.bounds) is None or (other := analytic.bounds) is None:
+        return False
+    (low, alpha, high), (least, chance, most) = one, other
+    deviation = (max(chance * (1 - chance), 0.0) / max(offers, 1)) ** 0.5
+    return (low > most or high < least) and abs(alpha - chance) > 3.3 * deviation + 1e-6

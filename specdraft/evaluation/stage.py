@@ -11,19 +11,23 @@ from torch import nn
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import DataRecipe, load_rows
-from specdraft.drafters import load_drafter
+from specdraft.drafters import checkpoint_of, load_drafter
 from specdraft.drafters.base import Drafter
 from specdraft.drafters.early_exit import LayersDrafter, SearchRecipe, search
 from specdraft.drafters.ensemble import EnsembleDrafter
 from specdraft.drafters.hybrid import HybridDrafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookahead import LookaheadDrafter
-from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.lookup import LookupDrafter, Occurrence
 from specdraft.evaluation import page
-from specdraft.evaluation.measure import EvalRecipe, evaluate
+from specdraft.evaluation.measure import evaluate
+from specdraft.evaluation.recipe import EvalRecipe
 from specdraft.evaluation.report import Report
+from specdraft.evaluation.served import VllmEngine
+from specdraft.evaluation.served_server import ServerEngine
+from specdraft.evaluation.systems import ChainSystem
 from specdraft.packing import pack_linears
-from specdraft.provenance import FILE_NAME, Provenance
+from specdraft.provenance import FILE_NAME, Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
 
 log = logging.getLogger(__name__)
@@ -33,14 +37,23 @@ class TrainedSource(Recipe):
     kind: Literal["trained"] = "trained"
     """A drafter that was trained here."""
     folder: Path
-    """What `train` wrote."""
+    """What `train` wrote, or the name of a Hub repository to which `publish` brought it."""
+    revision: str | None = None
+    """Branch, tag or commit on the Hub."""
+    subfolder: str | None = None
+    """Folder inside, where a repository holds several variants."""
 
     @property
     def name(self) -> str:
-        return str(self.folder)
+        return "/".join(filter(None, (str(self.folder), self.subfolder))) + f"@{self.revision}" * bool(self.revision)
+
+    @property
+    def checkpoint(self) -> Path:
+        """Where its files lie on this machine; SpecdraftError if they cannot be had."""
+        return checkpoint_of(self.folder, self.revision, self.subfolder)
 
     def load(self, target: FrozenTarget) -> Drafter:
-        drafter = load_drafter(self.folder)
+        drafter = load_drafter(self.checkpoint)
         drafter.attach(target)
         nn.Module.to(drafter, target.device)
         pack_linears(drafter)
@@ -68,13 +81,17 @@ class LookupSource(Recipe):
     """Shortest suffix that is looked up."""
     longest: int = 3
     """Longest suffix that is looked up; tried first."""
+    occurrence: Occurrence = "latest"
+    """Which of several occurrences is continued: the latest, which is the likeliest to go on alike, or the earliest, as
+    in vLLM."""
 
     @property
     def name(self) -> str:
-        return f"prompt lookup ({self.shortest} to {self.longest} tokens)"
+        which = ", earliest" if self.occurrence == "earliest" else ""
+        return f"prompt lookup ({self.shortest} to {self.longest} tokens{which})"
 
     def load(self, target: FrozenTarget) -> Drafter:
-        return LookupDrafter(self.shortest, self.longest)
+        return LookupDrafter(self.shortest, self.longest, self.occurrence)
 
 
 class EarlyExitSource(Recipe):
@@ -191,6 +208,25 @@ class EvaluateRecipe(Recipe):
     """Folder for report.json, report.md and report.html."""
     check_lossless: bool = False
     """Fail, once the report is written, where some system's verdict is not lossless."""
+    engine: Annotated[VllmEngine | ServerEngine, Field(discriminator="kind")] | None = None
+    """A serving engine that decodes the same prompts: its acceptance beside that of the chain. Greedy only."""
+    check_served: bool = False
+    """Fail, once the report is written, where the engine's counts or answers are not those found here."""
+
+    @model_validator(mode="after")
+    def _engine_has_its_like(self) -> Self:
+        if self.engine is None:
+            if self.check_served:
+                raise ValueError("check_served has no effect without engine")
+            return self
+        settings = self.evaluation
+        if settings.temperature or not settings.compare_with_plain:
+            raise ValueError("an engine is compared greedily: evaluation needs temperature 0 and compare_with_plain")
+        chains = [system for system in settings.systems if isinstance(system, ChainSystem)]
+        if len(chains) != 1 or chains[0].stop_below:
+            found = ", ".join(chain.name for chain in chains) or "none"
+            raise ValueError(f"an engine is compared with one chain of a fixed length; evaluation.systems has {found}")
+        return self
 
 
 def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
@@ -201,6 +237,7 @@ def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
     """
     target = FrozenTarget.load(recipe.target)
     drafter = recipe.drafter.load(target)
+    weights = hash_weights(recipe.drafter.checkpoint) if isinstance(recipe.drafter, TrainedSource) else None
     trained_length, answers = training_of(recipe.drafter)
     settings = recipe.evaluation
     if not settings.training_prompts and answers:
@@ -213,13 +250,19 @@ def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
             drafter,
             settings,
             drafter_name=recipe.drafter.name,
+            drafter_weights=weights,
             trained_length=trained_length,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            engine=recipe.engine,
         )
     page.write(report, recipe.output)
     console.print(page.table(report))
+    if report.served is not None:
+        console.print(f"{report.served.engine}: {report.served.verdict}; {report.served.reason}.", markup=False)
     if recipe.check_lossless:
         require_lossless(report)
+    if recipe.check_served:
+        require_served(report)
     return summary(report, recipe.output)
 
 
@@ -228,6 +271,12 @@ def require_lossless(report: Report) -> None:
     if found := [system for system in report.systems if not system.losslessness.lossless]:
         verdicts = "; ".join(f"{s.name}: {s.losslessness.verdict}, {s.losslessness.reason}" for s in found)
         raise SpecdraftError(f"{len(found)} of {len(report.systems)} systems not shown to be lossless. {verdicts}")
+
+
+def require_served(report: Report) -> None:
+    """Raises SpecdraftError where an engine's counts or answers are not those found here."""
+    if report.served is not None and not report.served.equal:
+        raise SpecdraftError(f"{report.served.engine} does not do as found here: {report.served.reason}")
 
 
 def _bar(what: str, console: Console) -> Progress:
@@ -246,7 +295,11 @@ def summary(report: Report, folder: Path) -> dict[str, Any]:
         }
         for system in report.systems
     }
-    return {"report": str(folder / "report.html"), "headline": report.headline, "systems": systems}
+    found = {"report": str(folder / "report.html"), "headline": report.headline, "systems": systems}
+    if (served := report.served) is not None:
+        counts = {"ours": served.ours.model_dump(mode="json"), "theirs": served.theirs.model_dump(mode="json")}
+        found["served"] = {"engine": served.engine, "verdict": served.verdict, **counts, "reason": served.reason}
+    return found
 
 
 def training_of(source: Source) -> tuple[int | None, tuple[str, ...]]:
@@ -256,7 +309,8 @@ def training_of(source: Source) -> tuple[int | None, tuple[str, ...]]:
         parts = (source.first, source.second)
     elif isinstance(source, EnsembleSource):
         parts = source.drafters
-    folders = [part.folder for part in parts if isinstance(part, TrainedSource) and (part.folder / FILE_NAME).exists()]
+    folders = [part.checkpoint for part in parts if isinstance(part, TrainedSource)]
+    folders = [folder for folder in folders if (folder / FILE_NAME).exists()]
     data = [Provenance.read(folder).recipe.get("data", {}) for folder in folders]
     lengths = [one["max_length"] for one in data if one.get("max_length") is not None]
     answers = dict.fromkeys(name for one in data for name in one.get("answers", ()) if Path(name).is_file())

@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from specdraft.decoding import Round
-from specdraft.evaluation.report import Acceptance, DepthFigures, Estimate, Slice, SliceKind
+from specdraft.evaluation.report import Acceptance, Bin, Calibration, DepthFigures, Estimate, Slice, SliceKind
+from specdraft.reliability import ACCEPTED, BINS, CONFIDENCE, NODES, TARGET
 
 Array = NDArray[Any]
 
@@ -22,12 +24,22 @@ LENGTH_EDGES = (0, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 
 class Bootstrap:
-    """Resamples of `count` prompts (or batches): weights float [samples, count], fixed by the seed."""
+    """Resamples of prompts (or batches): weights float [samples, count], fixed by the seed.
 
-    def __init__(self, count: int, samples: int, seed: int, level: float = 0.95) -> None:
-        generator = np.random.default_rng(seed)
-        self._weights: Array = generator.multinomial(count, np.full(count, 1 / count), size=samples).astype(float)
+    `units`: how many there are; or, of each, its conversation: conversations are drawn, and all turns of one with it.
+    """
+
+    def __init__(self, units: int | Sequence[int], samples: int, seed: int, level: float = 0.95) -> None:
+        owners = np.arange(units) if isinstance(units, int) else np.unique(units, return_inverse=True)[1]
+        count = int(owners.max()) + 1
+        drawn = np.random.default_rng(seed).multinomial(count, np.full(count, 1 / count), size=samples)
+        self._owners: Array = owners
+        self._weights: Array = drawn.astype(float)[:, owners]
         self._tails = (50 * (1 - level), 50 * (1 + level))
+
+    def _few(self, contribute: Array) -> bool:
+        """Whether those that `contribute`, bool [count], are turns of fewer than two conversations."""
+        return len(np.unique(self._owners[contribute])) < 2
 
     def ratio(self, top: Array, bottom: Array) -> Estimate:
         """sum(top) / sum(bottom), both float [count], with its percentile interval."""
@@ -44,7 +56,7 @@ class Bootstrap:
         if any(total == 0 for total in whole[1::2]):
             return Estimate(value=None)
         value = float(np.prod(whole[::2]) / np.prod(whole[1::2]))
-        if np.count_nonzero(np.all([bottom != 0 for bottom in bottoms], axis=0)) < 2:
+        if self._few(np.all([bottom != 0 for bottom in bottoms], axis=0)):
             return Estimate(value=value)
         numerator = np.prod([self._weights @ top for top in tops], axis=0)
         denominator = np.prod([self._weights @ bottom for bottom in bottoms], axis=0)
@@ -60,9 +72,21 @@ class Bootstrap:
         value = float(sums[0] / sums[1] - sums[2] / sums[3])
         a, b, c, d = (self._weights @ part for part in (*one, *other))
         whole = (b != 0) & (d != 0)
-        if np.count_nonzero((one[1] != 0) & (other[1] != 0)) < 2 or not whole.any():
+        if self._few((one[1] != 0) & (other[1] != 0)) or not whole.any():
             return Estimate(value=value)
         low, high = np.percentile(a[whole] / b[whole] - c[whole] / d[whole], self._tails)
+        return Estimate(value=value, low=float(low), high=float(high))
+
+    def of(self, parts: Array, statistic: Callable[[Array], Array]) -> Estimate:
+        """A statistic of sums: parts float [count, ...] are summed over resamples to [samples, ...], which `statistic`
+        takes to [samples]. Resamples for which it is NaN are left out."""
+        value = float(statistic(parts.sum(0)[None])[0])
+        if math.isnan(value):
+            return Estimate(value=None)
+        resampled = statistic(np.tensordot(self._weights, parts, 1))
+        if self._few(np.ones(len(parts), dtype=bool)) or np.isnan(resampled).all():
+            return Estimate(value=value)
+        low, high = np.nanpercentile(resampled, self._tails)
         return Estimate(value=value, low=float(low), high=float(high))
 
 
@@ -153,6 +177,21 @@ class Counts:
     def analytic_alpha(self, bootstrap: Bootstrap) -> Estimate:
         return bootstrap.ratio(self.chances.sum(1), self.offers.sum(1))
 
+    def iid(self, bootstrap: Bootstrap, relative: bool) -> Estimate:
+        """tau with the one alpha of all depths at each, offers as they were; `relative`: tau over it, less 1."""
+        parts = np.stack(
+            [self.reached, self.offers, self.survived, np.zeros_like(self.offers)], 1
+        )  # [prompts, 4, depth]
+        parts[:, 3, :1] = self.rounds[:, None]
+
+        def statistic(sums: Array) -> Array:
+            reached, offers, survived, rounds = sums.transpose(1, 0, 2)
+            alpha = _over(survived.sum(1), offers.sum(1))[:, None]
+            tau = 1 + np.cumprod(alpha * np.nan_to_num(_over(offers, reached)), 1).sum(1)
+            return _over(rounds[:, 0] + survived.sum(1), rounds[:, 0]) / tau - 1 if relative else tau
+
+        return bootstrap.of(parts, statistic) if self.offers.size else Estimate(value=None)
+
     def depths(self, bootstrap: Bootstrap) -> list[DepthFigures]:
         return [
             DepthFigures(
@@ -189,7 +228,47 @@ def acceptance(
         depths=counts.depths(bootstrap),
         slices=list(_slices(table, np.array(prompt_lengths), categories, trained_length, bootstrap)),
         emitted_histogram=np.bincount(table.emitted, minlength=1).tolist(),
+        iid_tau=counts.iid(bootstrap, relative=False),
+        iid_departure=counts.iid(bootstrap, relative=True),
     )
+
+
+def calibration(sums: Sequence[Tensor | None], bootstrap: Bootstrap) -> Calibration | None:
+    """Whether a drafter is as often right as it says, from each prompt's `reliability` (None: it had no round).
+
+    None where no prompt has any, or no node was counted.
+    """
+    if all(each is None for each in sums):
+        return None
+    parts = np.stack([np.zeros((BINS, 4)) if each is None else each.numpy() for each in sums])
+    if not (nodes := int(parts[..., NODES].sum())):
+        return None
+
+    def error(sums: Array) -> Array:
+        apart = np.abs(sums[..., CONFIDENCE] - sums[..., TARGET]).sum(-1)
+        return _over(apart, sums[..., NODES].sum(-1))
+
+    return Calibration(
+        nodes=nodes,
+        error=bootstrap.of(parts, error),
+        bins=[
+            Bin(
+                low=place / BINS,
+                high=(place + 1) / BINS,
+                nodes=int(found[:, NODES].sum()),
+                confidence=float(found[:, CONFIDENCE].sum() / found[:, NODES].sum()),
+                accepted=bootstrap.ratio(found[:, ACCEPTED], found[:, NODES]),
+                target=bootstrap.ratio(found[:, TARGET], found[:, NODES]),
+            )
+            for place, found in enumerate(parts.transpose(1, 0, 2))
+            if found[:, NODES].any()
+        ],
+    )
+
+
+def _over(top: Array, bottom: Array) -> Array:
+    """top / bottom; NaN where there is nothing to divide by."""
+    return np.divide(top, bottom, out=np.full(np.broadcast(top, bottom).shape, np.nan), where=bottom != 0)
 
 
 def _slices(

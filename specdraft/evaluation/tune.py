@@ -19,8 +19,9 @@ from specdraft.data.conversations import Faults, RowError, read_conversations
 from specdraft.decoding import generate
 from specdraft.evaluation import exhibits
 from specdraft.evaluation.candidates import Tried, Work, compared, tried
-from specdraft.evaluation.measure import FEW, EvalRecipe, evaluate
+from specdraft.evaluation.measure import FEW, evaluate
 from specdraft.evaluation.prompts import Prompt, read_prompts
+from specdraft.evaluation.recipe import EvalRecipe
 from specdraft.evaluation.report import Estimate, speed_sentence
 from specdraft.evaluation.stage import Source, training_of
 from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System, TreeSystem

@@ -1,7 +1,5 @@
 """What tuning found: the candidates, what they promise at each batch size, and what a confirmation run measured."""
 
-import math
-from itertools import pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -20,8 +18,9 @@ DEFINITIONS: dict[str, str] = {
     "tau": "Tokens per target pass, the free token included, before the last round of an answer is trimmed.",
     "emitted per pass": "Tokens that really entered the output over target passes, the first token's not counted.",
     "predicted": (
-        "Predicted decode speed over plain decoding's at this batch size: emitted per pass / (v(n) + depth * c), all "
-        "three measured, nothing else counted. The interval is that of the tokens; the costs count as known."
+        "Predicted decode speed over plain decoding's at this batch size: emitted per pass over the cost of a round, "
+        "drafting, target pass, verification and the drafter's reading of what was accepted timed one by one, in steps "
+        "of plain decoding. The interval is that of the tokens; the costs count as known."
     ),
     "best gamma": "The fastest of the chains that were asked for, as predicted; 0: none is faster than plain decoding.",
     "break-even alpha": "The alpha, equal at every depth, at which this chain neither gains nor loses time.",
@@ -45,6 +44,8 @@ class Speed(Section):
     c: float
     v: float
     nodes: float
+    round_cost: float
+    """A whole round over a step of plain decoding."""
     predicted: Estimate
     break_even_alpha: float | None
     """None: not even alpha 1 pays; or the shape is no chain."""
@@ -145,19 +146,6 @@ class Tuning(Section):
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "tune.json").write_text(self.model_dump_json(indent=2) + "\n", encoding="utf-8")
         (folder / "tune.md").write_text(markdown(self), encoding="utf-8")
-
-
-def stops_paying(sizes: list[int], speeds: list[float]) -> float | None:
-    """The batch size from which drafting is no faster than plain decoding, given its best speed at rising `sizes`: the
-    first size, if it never pays; None, if it pays at the last."""
-    paying = [place for place, speed in enumerate(speeds) if speed > 1]
-    if not paying:
-        return float(sizes[0])
-    if paying[-1] == len(sizes) - 1:
-        return None
-    (a, fast), (b, slow) = list(pairwise(zip(sizes, speeds, strict=True)))[paying[-1]]
-    share = (fast - 1) / (fast - slow)
-    return math.exp((1 - share) * math.log(a) + share * math.log(b))
 
 
 def verdict(one: str, other: str, difference: Estimate, unit: str) -> str:

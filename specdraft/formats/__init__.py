@@ -7,7 +7,7 @@ from pathlib import Path
 from specdraft.config import SpecdraftError
 from specdraft.drafters.base import TrainableDrafter
 from specdraft.drafters.mtp import MTPDrafter, checkpoint_folder
-from specdraft.formats import eagle1, huggingface, medusa, mtp, safeailab, speculators
+from specdraft.formats import eagle1, huggingface, medusa, modelopt, mtp, safeailab, speculators
 from specdraft.formats.contents import Folder, Layout, Naming
 from specdraft.target import FrozenTarget
 
@@ -37,9 +37,10 @@ def _write_mtp(drafter: TrainableDrafter, naming: Naming, out: Path) -> None:
     mtp.write(drafter, checkpoint_folder(naming.target.name), out)
 
 
-_SAFEAILAB = Layout(safeailab.to_theirs, safeailab.to_ours)
-_SPECULATORS = Layout(speculators.to_theirs, speculators.to_ours)
-_EAGLE1_VLLM = Layout(eagle1.to_vllm, eagle1.to_ours)
+_SAFEAILAB = Layout(safeailab.to_theirs, safeailab.to_ours, integers=True)
+_MODELOPT = Layout(modelopt.to_theirs, modelopt.to_ours)
+_SPECULATORS = Layout(speculators.to_theirs, speculators.to_ours, integers=True)
+_EAGLE1_VLLM = Layout(eagle1.to_vllm, eagle1.to_ours, integers=True)
 _EAGLE1_SGLANG = Layout(eagle1.to_sglang, eagle1.to_ours)
 _MEDUSA_VLLM = Layout(medusa.to_vllm, medusa.from_vllm)
 _FASTERDECODING = Layout(medusa.to_fasterdecoding, medusa.from_fasterdecoding)
@@ -51,6 +52,13 @@ FORMATS: dict[str, Format] = {
         _SAFEAILAB.write,
         _SAFEAILAB.read,
         safeailab.recognise,
+    ),
+    "modelopt": Format(
+        ("eagle3",),
+        "TensorRT-LLM, vLLM",
+        _MODELOPT.write,
+        _MODELOPT.read,
+        modelopt.recognise,
     ),
     "speculators": Format(
         ("eagle3",),

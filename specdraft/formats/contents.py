@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from specdraft import lowbit
 from specdraft.config import SpecdraftError
 from specdraft.drafters import DRAFTERS
 from specdraft.drafters.base import TrainableDrafter, check_tensors, read_servable
@@ -89,11 +90,16 @@ class Layout(NamedTuple):
 
     to_theirs: Callable[[Contents, Naming], Contents]
     to_ours: Callable[[Contents, FrozenTarget], Contents]
+    integers: bool = False
+    """Whether its readers take quantised layers, as `lowbit` describes them: they travel as they are."""
 
     def write(self, drafter: TrainableDrafter, naming: Naming, out: Path) -> None:
         """Raises SpecdraftError, and writes nothing, unless what is written reads back bit for bit."""
-        theirs = self.to_theirs(contents_of(drafter), naming)
-        again = drafter_of(self.to_ours(theirs, naming.target), str(out))
+        ours, quantized = _without_integers(contents_of(drafter))
+        if quantized and not self.integers:
+            raise SpecdraftError(f"{out}: quantised layers are not loaded in this layout; export the drafter in full")
+        theirs = _with_integers(self.to_theirs(ours, naming), quantized)
+        again = self._drafter(theirs, naming.target, str(out))
         mine, read = drafter.state_dict(), again.state_dict()
         check_tensors(read, mine, str(out))
         changed = [name for name in mine if not _same(mine[name], read[name])]
@@ -107,7 +113,23 @@ class Layout(NamedTuple):
 
     def read(self, folder: Folder, target: FrozenTarget) -> TrainableDrafter:
         """A drafter in eval mode. Raises SpecdraftError on a missing, extra or misshapen tensor."""
-        return drafter_of(self.to_ours(folder.contents(), target), str(folder.path))
+        return self._drafter(folder.contents(), target, str(folder.path))
+
+    def _drafter(self, theirs: Contents, target: FrozenTarget, where: str) -> TrainableDrafter:
+        theirs, quantized = _without_integers(theirs) if self.integers else (theirs, {})
+        return drafter_of(_with_integers(self.to_ours(theirs, target), quantized), where)
+
+
+def _without_integers(contents: Contents) -> tuple[Contents, dict[str, Any]]:
+    """The same without the description of quantised layers, and that."""
+    quantized = {name: value for name, value in contents.config.items() if name == lowbit.KEY}
+    return Contents(
+        {n: value for n, value in contents.config.items() if n not in quantized}, contents.tensors
+    ), quantized
+
+
+def _with_integers(contents: Contents, quantized: dict[str, Any]) -> Contents:
+    return Contents({**contents.config, **quantized}, contents.tensors)
 
 
 def contents_of(drafter: TrainableDrafter) -> Contents:
@@ -115,17 +137,19 @@ def contents_of(drafter: TrainableDrafter) -> Contents:
     tensors = {**drafter.state_dict()}
     dtype = _dtype(tensors)
     tensors |= {name: tensor.to(dtype) for name, tensor in drafter.borrowed().items()}
-    return Contents({**drafter.servable_config(), "torch_dtype": str(dtype).removeprefix("torch.")}, tensors)
+    config = drafter.servable_config() | lowbit.config_of(drafter)
+    return Contents({**config, "torch_dtype": str(dtype).removeprefix("torch.")}, tensors)
 
 
 def drafter_of(ours: Contents, where: str) -> TrainableDrafter:
     """The drafter of contents in our words, in eval mode; tensors of several dtypes are all read in the widest."""
     kind = DRAFTERS[ours.config["specdraft"]["drafter"]]
-    drafter = kind(kind.config_from_servable(ours.config))
+    drafter = kind.unloaded(ours.config, where)
     wanted = drafter.state_dict()
     check_tensors(ours.tensors, {**wanted, **drafter.borrowed()}, where)
     nn.Module.to(drafter, _dtype(ours.tensors))
     drafter.load_state_dict({name: ours.tensors[name] for name in wanted})
+    lowbit.check(drafter, where)
     return drafter.eval()
 
 

@@ -84,7 +84,7 @@ def _replace(checkpoint: Checkpoint, ours: Mapping[str, Tensor], out_folder: Pat
                 f"drafter; handled are equal shapes and {', '.join(_DTYPES)}"
             )
     out_folder.mkdir(parents=True)
-    _link(checkpoint.folder, out_folder, _others(checkpoint, {"config.json", INDEX}) - changed)
+    _link_all(checkpoint.folder, out_folder, _others(checkpoint, {"config.json", INDEX}) - changed)
     for file in sorted(changed):
         shutil.copyfile(checkpoint.folder / file, out_folder / file)
         start, header = layouts[file]
@@ -104,9 +104,9 @@ def _add(checkpoint: Checkpoint, drafter: MTPDrafter, ours: dict[str, Tensor], o
     places |= dict.fromkeys(shard, SHARD)
     out_folder.mkdir(parents=True)
     others = _others(checkpoint)
-    _link(checkpoint.folder, out_folder, others - {SINGLE})
+    _link_all(checkpoint.folder, out_folder, others - {SINGLE})
     if SINGLE in others:
-        _link_one(checkpoint.folder / SINGLE, out_folder / single)
+        link(checkpoint.folder / SINGLE, out_folder / single)
     save_file({name: tensor.contiguous() for name, tensor in shard.items()}, out_folder / SHARD, {"format": "pt"})
     sizes = [(out_folder / file).stat().st_size - _header(out_folder / file)[0] for file in set(places.values())]
     index = {"metadata": {"total_size": sum(sizes)}, "weight_map": dict(sorted(places.items()))}
@@ -178,12 +178,12 @@ def _others(checkpoint: Checkpoint, more: Iterable[str] = ()) -> set[str]:
     return (files - own) | set(checkpoint.files.values()) | (files & set(more))
 
 
-def _link(source: Path, out_folder: Path, names: Iterable[str]) -> None:
+def _link_all(source: Path, out_folder: Path, names: Iterable[str]) -> None:
     for name in sorted(names):
-        _link_one(source / name, out_folder / name)
+        link(source / name, out_folder / name)
 
 
-def _link_one(source: Path, landing: Path) -> None:
+def link(source: Path, landing: Path) -> None:
     """A second name for the same bytes; across disks, a copy. What a cache links to is linked, not its link."""
     try:
         os.link(source.resolve(), landing)

@@ -27,7 +27,10 @@ TAPS = "eagle_aux_hidden_state_layer_ids"
 def recognise(folder: Folder) -> bool:
     names = {name.removeprefix("model.") for name in folder.files}
     own = {"midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"}
-    return "speculators_model_type" not in folder.config and "fc.weight" in names and bool(names & own)
+    marked = "speculators_model_type" in folder.config or "use_last_layernorm" in (
+        folder.config.get("eagle_config") or {}
+    )
+    return not marked and "fc.weight" in names and bool(names & own)
 
 
 def to_theirs(ours: Contents, naming: Naming) -> Contents:
@@ -67,6 +70,11 @@ def to_ours(theirs: Contents, target: FrozenTarget) -> Contents:
         },
         {**tensors, **drafted},
     )
+
+
+def under_layers(name: str) -> str:
+    """The name of a tensor where others count the one layer among layers."""
+    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name
 
 
 def _our_name(name: str) -> str:

@@ -47,13 +47,18 @@ def to_theirs(ours: Contents, naming: Naming) -> Contents:
             },
             "specdraft": config["specdraft"],
         },
-        {_their_name(name): tensor for name, tensor in ours.tensors.items()},
+        {safeailab.under_layers(name): tensor for name, tensor in ours.tensors.items()},
     )
 
 
 def to_ours(theirs: Contents, target: FrozenTarget) -> Contents:
     config = theirs.config
-    if (kind := config.get("speculators_model_type")) != "eagle3":
+    if (kind := config.get("speculators_model_type")) == "mtp":
+        raise SpecdraftError(
+            "this is speculators' checkpoint of MTP modules in training, which no engine loads: stitch it into its "
+            "verifier with `speculators stitch-mtp`, and import what that writes, whose layout is mtp"
+        )
+    if kind != "eagle3":
         raise SpecdraftError(f"speculators_model_type is {kind!r}; handled is 'eagle3'")
     if missing := [name for name in ("transformer_layer_config", "norm_before_residual") if name not in config]:
         raise SpecdraftError(
@@ -66,7 +71,3 @@ def to_ours(theirs: Contents, target: FrozenTarget) -> Contents:
         name: value for name, value in config.items() if name not in ("transformer_layer_config", "architectures")
     }
     return safeailab.to_ours(Contents({**config["transformer_layer_config"], **outside}, theirs.tensors), target)
-
-
-def _their_name(name: str) -> str:
-    return f"layers.0.{name.removeprefix('midlayer.')}" if name.startswith("midlayer.") else name

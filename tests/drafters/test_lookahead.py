@@ -12,7 +12,7 @@ from models import tiny_model
 
 from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
-from specdraft.decoding import Decoding, Generation, _Batch, generate
+from specdraft.decoding import Decoding, Generation, _Batch, _Row, generate
 from specdraft.dice import SeededDice
 from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
 from specdraft.drafters.lookahead import LookaheadDrafter, LookaheadMemory, Pool
@@ -126,21 +126,22 @@ def test_the_window_is_a_jacobi_iteration_and_the_pool_is_what_it_found(ngram: i
     """Of each of three rows, whatever the others accept, against one forward pass for every guess."""
     target = FrozenTarget(tiny_model())
     one = drafter(window=4, ngram=ngram, guesses=100)
-    work = _Batch(target, one, Warp(), 15, Decoding([Generation() for _ in PROMPTS]), range(3), 0, 0)
+    generations = [Generation() for _ in PROMPTS]
+    asked = [_Row(generation, prompt, 15, frozenset()) for generation, prompt in zip(generations, PROMPTS, strict=True)]
+    work = _Batch(target, one, Warp(), Decoding(generations), asked, SeededDice(range(3)))
     with torch.no_grad():
-        work.prefill(PROMPTS)
+        work.prefill()
     rows = list(work.memory.rows)
     plain = [Plain(target, [*prompt, row.root], 4, ngram) for prompt, row in zip(PROMPTS, rows, strict=True)]
-    generations = list(work.alive)
     grams: list[list[tuple[int, ...]]] = [[], [], []]
     for _ in range(8):
-        if len(work.alive) < 3:
+        if len(work.rows) < 3:
             break
         before = [len(g.tokens) for g in generations]
         with torch.no_grad():
             work.round()
         for row, (own, generation) in enumerate(zip(plain, generations, strict=True)):
-            if generation in work.alive:
+            if generation.ended is None:
                 own.round(generation.tokens[before[row] :])
                 grams[row] = [*own.grams, *(gram for gram in grams[row] if gram not in own.grams)]
                 assert [list(column) for column in rows[row].columns()] == own.columns

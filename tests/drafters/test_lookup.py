@@ -99,7 +99,7 @@ def test_e17_a_target_without_an_end_id() -> None:
         for drafter in (None, LookupDrafter())
     )
     assert fast.tokens == plain.tokens
-    assert not fast.ended
+    assert fast.ended == "cap"
 
 
 def test_settings_that_say_nothing_are_refused() -> None:

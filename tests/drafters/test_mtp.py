@@ -54,7 +54,7 @@ def texts(rows: int, length: int) -> Tensor:
 @torch.no_grad()
 def trained_laws(drafter: MTPDrafter, tokens: Tensor) -> list[Tensor]:
     """q of each depth at each slot of whole rows: [batch, time, V] each."""
-    seen = drafter.target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), ())
+    seen = drafter.target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), drafter.taps)
     return [
         prediction.head(prediction.hidden.to(drafter.target.dtype)).softmax(-1)
         for prediction in drafter.predict(tokens, seen)
@@ -80,7 +80,7 @@ def test_t07_t09_e19_training_laws_are_decoding_laws_at_every_depth_and_after_ev
     drafter = drafter_for(target, modules)
     tokens, known, rows = texts(2, 26), torch.tensor([7, 1]), torch.arange(2)
     want = trained_laws(drafter, tokens)
-    session = target.session((), 2)
+    session = target.session(drafter.taps, 2)
     memory: Any = drafter.begin(session.read(tokens[:, :7], torch.arange(7) < known[:, None]), tokens[rows, known])
     for accepted in ([0, 1], [1, 4], [4, 0], [3, 2]):
         ahead = tokens[rows[:, None], known[:, None] + 1 + torch.arange(4)]
@@ -106,11 +106,11 @@ def test_t07_t09_e19_training_laws_are_decoding_laws_at_every_depth_and_after_ev
 def test_every_module_reads_its_own_token_and_what_the_one_before_handed_on() -> None:
     drafter = drafter_for(FrozenTarget(tiny_model()), "each", depths=3)
     tokens = texts(1, 10)
-    seen = drafter.target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), ())
+    seen = drafter.target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), drafter.taps)
     base = drafter.predict(tokens, seen)
     other = tokens.clone()
     other[0, 7] = tokens[0, 7] % 90 + 3
-    blind = seen._replace(hidden=torch.cat([seen.hidden[:, :5], torch.randn_like(seen.hidden[:, 5:])], 1))
+    blind = seen._replace(taps=torch.cat([seen.taps[:, :5], torch.randn_like(seen.taps[:, 5:])], 1))
     for depth, (was, token, hidden) in enumerate(
         zip(base, drafter.predict(other, seen), drafter.predict(tokens, blind), strict=True), 1
     ):
@@ -132,7 +132,7 @@ def test_below_each_node_of_a_tree_stands_what_a_chain_along_its_path_gives(modu
     drafter = drafter_for(target, modules)
     tokens, lengths = texts(2, 8), torch.tensor([6, 2])
     roots = tokens[torch.arange(2), lengths]
-    memory = drafter.begin(target.observe(tokens[:, :6], torch.arange(6) < lengths[:, None], ()), roots)
+    memory = drafter.begin(target.observe(tokens[:, :6], torch.arange(6) < lengths[:, None], drafter.taps), roots)
     drafter.shape = TREE
     tree = drafter.propose(memory, warp=Warp(1.0), dice=ForcedDice(tokens))
     for row in range(2):
@@ -174,7 +174,7 @@ def test_t03_masked_positions_give_no_gradient_at_any_depth(modules: str, monkey
     tokens = texts(2, 20)
     mask = torch.arange(20) < torch.tensor([[20], [13]])
     labels = tokens.masked_fill(~mask | (torch.arange(20) < 10) | (torch.arange(20) == 15), IGNORED)
-    predictions = drafter.predict(tokens, seen := target.observe(tokens, mask, ()))
+    predictions = drafter.predict(tokens, seen := target.observe(tokens, mask, drafter.taps))
     leaves = [p._replace(hidden=p.hidden.detach().requires_grad_()) for p in predictions]
     monkeypatch.setattr(drafter, "predict", lambda *_: leaves)
     drafter(tokens, labels, Evidence(seen, target)).loss.backward()
@@ -188,7 +188,7 @@ def test_t03_masked_positions_give_no_gradient_at_any_depth(modules: str, monkey
 def test_a_draft_deeper_than_there_are_modules_is_refused() -> None:
     target = FrozenTarget(tiny_model())
     drafter = drafter_for(target, "each", depths=2)
-    memory = drafter.begin(target.observe(texts(1, 4), torch.ones(1, 4).bool(), ()), torch.tensor([5]))
+    memory = drafter.begin(target.observe(texts(1, 4), torch.ones(1, 4).bool(), drafter.taps), torch.tensor([5]))
     for shape in (Chain(3), DynamicTree(3, 2, 4)):
         drafter.shape = shape
         with pytest.raises(SpecdraftError, match="3 tokens below each other were asked of a drafter with 2"):
@@ -348,11 +348,12 @@ class Plain(nn.Module):
 
     @torch.no_grad()
     def law(self, target: FrozenTarget, tokens: Tensor) -> Tensor:
-        seen = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), ())
+        seen = target.observe(tokens, torch.ones_like(tokens, dtype=torch.bool), (target.num_layers,))
+        read = seen.taps if self.family == "mimo" else seen.hidden  # MiMo's modules read it before the final norm
         embedded = target.embedding(tokens[:, 1:])
         if self.family != "qwen":
             embedded[:, 0] = 0
-        parts = [self.token(embedded), self.hidden(seen.hidden[:, :-1])]
+        parts = [self.token(embedded), self.hidden(read[:, :-1])]
         fused = self.fuse(torch.cat(parts[::-1] if self.family == "mimo" else parts, -1))
         positions = seen.positions[:, :-1]
         angles = target.body.rotary_emb(fused, positions)
@@ -408,7 +409,7 @@ def test_several_native_modules_serve_a_depth_each(family: str, tmp_path: Path) 
     assert torch.equal(drafter.stack[1].mlp.up_proj.weight, plain[1].layer.mlp.up_proj.weight)
     tokens = texts(1, 12)
     want = trained_laws(drafter, tokens)
-    memory = drafter.begin(target.observe(tokens[:, :6], torch.ones(1, 6).bool(), ()), tokens[:, 6])
+    memory = drafter.begin(target.observe(tokens[:, :6], torch.ones(1, 6).bool(), drafter.taps), tokens[:, 6])
     laws = forced_laws(drafter, memory, tokens[:, 7:9])
     for step in range(2):
         torch.testing.assert_close(laws[:, step], want[step][:, 5], rtol=0, atol=1e-5)

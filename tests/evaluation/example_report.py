@@ -1,9 +1,13 @@
 """A report made of synthetic rounds: everything that the page can show, without a model."""
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from specdraft.decoding import Round
+from specdraft.evaluation.curve import stops_paying
 from specdraft.evaluation.report import (
+    BatchSpeed,
     Costs,
     Curve,
     Divergence,
@@ -17,7 +21,7 @@ from specdraft.evaluation.report import (
     Setting,
     SystemReport,
 )
-from specdraft.evaluation.statistics import Bootstrap, acceptance
+from specdraft.evaluation.statistics import Bootstrap, acceptance, calibration
 
 CATEGORIES = ("chat", "code", "maths", "summarising")
 
@@ -47,10 +51,21 @@ def _system(name: str, shape: dict, alpha: float, speed: float, verdict: Lossles
         GammaPoint(gamma=g, tau=2.0, predicted_speedup=(2 - alpha**g) / (1 + 0.09 * g), measured=g <= gamma)
         for g in range(1, 9)
     ]
+    sure = calibration(_sums(alpha, generator), Bootstrap(40, 300, seed=0))
+    batches = [
+        BatchSpeed(
+            batch_size=size,
+            batches=max(2, 40 // size),
+            speedup=around(fast),
+            decode_speedup=around(fast),
+            predicted=around(1.04 * fast),
+        )
+        for size, fast in ((1, speed), (4, 0.8 * speed), (16, 0.55 * speed))
+    ]
     return SystemReport(
         name=name,
         shape=shape,
-        acceptance=found,
+        acceptance=found.model_copy(update={"calibration": sure}),
         time=RunTime(
             new_tokens=tokens,
             passes=found.rounds,
@@ -59,21 +74,41 @@ def _system(name: str, shape: dict, alpha: float, speed: float, verdict: Lossles
             target_seconds=0.6 * seconds,
             drafter_seconds=0.2 * seconds,
         ),
-        speedup=Estimate(value=speed, low=speed - 0.06, high=speed + 0.07),
-        decode_speedup=Estimate(value=speed + 0.05, low=speed - 0.02, high=speed + 0.12),
+        speedup=around(speed),
+        decode_speedup=around(speed + 0.05),
         costs=Costs(
             pass_seconds={1: 0.02, 5: 0.021, 9: 0.024},
             draft_step_seconds=0.0018,
             c=0.09,
             nodes=nodes,
             v=1.07,
+            round_cost=1.45,
             predicted_speedup=speed + 0.1,
             break_even_alpha=0.27 if "gamma" in shape else None,
             best_gamma=2 if "gamma" in shape else None,
             by_gamma=points if "gamma" in shape else [],
         ),
         losslessness=verdict,
+        predicted=around(speed + 0.1),
+        by_batch=batches,
+        stops_paying=stops_paying([1, 4, 16], [point.decode_speedup.value or 0 for point in batches]),
     )
+
+
+def around(value: float) -> Estimate:
+    return Estimate(value=value, low=value - 0.06, high=value + 0.07)
+
+
+def _sums(alpha: float, generator: np.random.Generator) -> list[Tensor]:
+    """What 40 prompts tell of a drafter that is too sure of itself."""
+    sums = []
+    for _ in range(40):
+        sure = generator.random(60) ** 0.6
+        right = generator.random(60) < sure * (0.6 + 0.5 * alpha)
+        each = np.stack([np.ones(60), sure, right, right], 1)
+        place = np.minimum((10 * sure).astype(int), 9)
+        sums.append(torch.tensor(np.stack([each[place == bin_].sum(0) for bin_ in range(10)])))
+    return sums
 
 
 def example_report() -> Report:
@@ -83,7 +118,15 @@ def example_report() -> Report:
         reason="2 of 40 answers part from plain decoding's, each at a near tie of the target's two best logits",
         compared=40,
         divergences=[
-            Divergence(prompt=3, position=17, plain_token=104, speculative_token=99, top2_margin=0.0131),
+            Divergence(
+                prompt=3,
+                position=17,
+                plain_token=104,
+                speculative_token=99,
+                top2_margin=0.0131,
+                gap=0.0131,
+                rounding=0.062,
+            ),
             Divergence(prompt=21, position=80, plain_token=None, speculative_token=12, top2_margin=0.002),
         ],
     )

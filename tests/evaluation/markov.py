@@ -71,7 +71,8 @@ class MarkovDrafter:
             laws.append(warp(self.logits[last]))
             last = dice.draw(warp(self.drawn[last]), range(len(memory)))
             tokens.append(last)
-        return DraftTree.chain(torch.stack(tokens, 1), torch.stack(laws, 1))
+        made, q = torch.stack(tokens, 1), torch.stack(laws, 1)
+        return DraftTree.chain(made, q, confidence=q.gather(2, made[..., None])[..., 0].float())
 
     def remember(self, memory: Tensor, verdict: Verdict, seen: Observation) -> Tensor:
         return verdict.token

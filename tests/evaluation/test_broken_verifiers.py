@@ -163,7 +163,9 @@ def test_false_alarms_of_the_real_loop_are_as_rare_as_stated(name: str) -> None:
     shape: Shape = DynamicTree(3, 3, 8) if name == "chosen tree" else Chain(3)
     drafter.shape = shape
     rows = [[i % 8] for i in range(250)]
-    run = generate(markov_target(P), drafter, rows, warp=Warp(1.0), max_new_tokens=16, batch_size=250, seed=1)
+    run = generate(
+        markov_target(P), drafter, rows, warp=Warp(1.0), max_new_tokens=16, batch_size=250, seed=1, witness=True
+    )
     p = torch.tensor([check_sampled([generation]).p_value for generation in run.generations])
     for level in (FAILED_BELOW, 0.05, 0.2):
         assert float((p < level).float().mean()) < level + 4 * (level * (1 - level) / len(rows)) ** 0.5

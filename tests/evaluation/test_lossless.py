@@ -27,6 +27,7 @@ from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict, verify
 from specdraft.warping import Warp
+from specdraft.witness import Transforms
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_p_values_are_uniform_under_the_null() -> None:
 
 
 def sampled(pit: list[float]) -> list[Generation]:
-    return [Generation(tokens=[1] * len(pit), pit=pit)]
+    return [Generation(tokens=[1] * len(pit), transforms=Transforms(tokens=pit))]
 
 
 def test_uniform_places_hold_and_skewed_ones_are_caught() -> None:
@@ -70,7 +71,7 @@ def test_uniform_places_hold_and_skewed_ones_are_caught() -> None:
 
 def test_e34_a_run_that_records_no_law_is_not_certified() -> None:
     """Typical acceptance has no p to place its tokens in."""
-    found = check_sampled([Generation(tokens=[1, 2, 3], pit=[])])
+    found = check_sampled([Generation(tokens=[1, 2, 3])])
     assert found.verdict == "not certified"
     assert "not known to be distribution-exact" in found.reason
     assert not found.lossless
@@ -79,10 +80,10 @@ def test_e34_a_run_that_records_no_law_is_not_certified() -> None:
 def test_a_run_whose_drafts_follow_another_law_than_was_handed_on_is_caught_by_them_alone() -> None:
     generator = np.random.default_rng(2)
     found = sampled(generator.random(500).tolist())
-    found[0].draft_pit = [None, *generator.random(499).tolist()]
-    found[0].trial_pit = generator.random(900).tolist()
+    found[0].transforms.drafts = [None, *generator.random(499).tolist()]
+    found[0].transforms.trials = generator.random(900).tolist()
     assert check_sampled(found).verdict == "law holds"
-    found[0].trial_pit = (0.2 + 0.8 * generator.random(900)).tolist()
+    found[0].transforms.trials = (0.2 + 0.8 * generator.random(900)).tolist()
     failed = check_sampled(found)
     assert failed.verdict == "failed"
     assert "the worst: 900 drawn drafts' places" in failed.reason
@@ -97,7 +98,7 @@ def test_the_false_alarm_rate_is_at_most_what_is_stated() -> None:
         found = []
         for one in values:
             places, drafts, trials = one.tolist()
-            found.append(check_sampled([Generation([1] * tokens, pit=places, draft_pit=[*drafts], trial_pit=trials)]))
+            found.append(check_sampled([Generation([1] * tokens, transforms=Transforms(places, [*drafts], trials))]))
         p = np.array([one.p_value for one in found])
         for level in (FAILED_BELOW, 0.01, 0.05, 0.2):
             assert (p < level).mean() < level + 4 * (level * (1 - level) / runs) ** 0.5

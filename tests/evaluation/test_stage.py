@@ -51,7 +51,7 @@ def test_eval_writes_the_report_and_sums_it_up(target_folder: Path, tmp_path: Pa
     report = Report.load(tmp_path / "report" / "report.json")
     assert report.headline == found["headline"]
     assert report.setting.prompts == 2
-    assert [sample.prompt for sample in report.samples] == ["one two one two", "three"]
+    assert [sample.prompt for sample in report.samples] == ["one two one two", "three", "four"]
     assert any("1 rows cannot be used" in warning for warning in report.warnings)
     assert (tmp_path / "report" / "report.html").read_text().startswith("<!doctype html>")
 
@@ -142,4 +142,5 @@ def test_x07_x08_what_training_saw_is_read_from_the_drafters_provenance(target_f
     made.recipe["data"] = {"max_length": 384, "answers": [str(answers), str(tmp_path / "gone.jsonl")]}
     made.write(tmp_path)
     assert training_of(TrainedSource(folder=tmp_path)) == (384, (str(answers),))
+    (tmp_path / "elsewhere").mkdir()
     assert training_of(TrainedSource(folder=tmp_path / "elsewhere")) == (None, ())

@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import torch
 
 from specdraft.decoding import Round
 from specdraft.evaluation.report import Acceptance
-from specdraft.evaluation.statistics import Bootstrap, Counts, RoundTable, acceptance
+from specdraft.evaluation.statistics import Bootstrap, Counts, RoundTable, acceptance, calibration
+from specdraft.reliability import BINS
+from specdraft.theory import tau
 
 
 def chain_round(accepted: int, gamma: int = 4, emitted: int | None = None, chance: float = 0.5) -> Round:
@@ -130,3 +133,48 @@ def test_known_chain_lies_within_its_interval() -> None:
         assert estimate.high is not None
         assert estimate.low <= truth <= estimate.high
     assert Counts.of(RoundTable.of(rows)).emitted.sum() == sum(r.emitted for row in rows for r in row)
+
+
+def test_e29_where_tokens_survive_alike_tau_is_that_of_one_alpha_and_else_it_says_how_far() -> None:
+    generator = np.random.default_rng(1)
+    found = figures([markov_rounds(0.6, 4, 200, generator) for _ in range(20)])
+    assert found.iid_tau.value == pytest.approx(tau([found.alpha.value or 0] * 4))
+    assert found.iid_departure.bounds is not None
+    low, _, high = found.iid_departure.bounds
+    assert low < 0 < high
+    falling = [np.cumprod(generator.random((200, 4)) < (0.9, 0.5, 0.2, 0.1), axis=1).sum(1) for _ in range(20)]
+    found = figures([[chain_round(int(n)) for n in row] for row in falling])
+    assert found.tau.value is not None
+    assert found.iid_tau.value is not None
+    assert found.iid_departure.value == pytest.approx(found.tau.value / found.iid_tau.value - 1)
+    assert abs(found.iid_departure.value) > 0.03, "one alpha for all depths misleads"
+
+
+def test_e05_counted_alpha_that_parts_from_the_laws_is_warned_of() -> None:
+    """A drafter that hands on another law than it drew from: what should have been accepted is not."""
+    generator = np.random.default_rng(2)
+    honest = [markov_rounds(0.7, 3, 60, generator) for _ in range(10)]
+    assert figures(honest).disagreements() == []
+    liar = [[r._replace(chances=(0.9,) * r.offered) for r in row] for row in honest]
+    said = figures(liar).disagreements()
+    assert said
+    assert "counted as 69" in said[0]
+    assert "90.0 %" in said[0]
+    few = [[chain_round(1, 1, chance=0.7)] for _ in range(4)]  # four of four: the interval has no width, chance has
+    assert figures(few).disagreements() == []
+
+
+def test_calibration_of_a_drafter_that_is_too_sure_of_itself() -> None:
+    sums = torch.zeros(3, BINS, 4, dtype=torch.float64)
+    sums[:, 9] = torch.tensor([10, 9.5, 8, 8])
+    sums[:2, 4] = torch.tensor([5, 2.25, 3, 2.25])
+    found = calibration([*sums, None], Bootstrap(4, 200, seed=0))
+    assert found is not None
+    assert found.nodes == 40
+    assert [(bin_.low, bin_.nodes) for bin_ in found.bins] == [(0.4, 10), (0.9, 30)]
+    assert [bin_.confidence for bin_ in found.bins] == pytest.approx([0.45, 0.95])
+    assert [bin_.accepted.value for bin_ in found.bins] == pytest.approx([0.6, 0.8])
+    assert [bin_.target.value for bin_ in found.bins] == pytest.approx([0.45, 0.8])
+    assert found.error.value == pytest.approx(30 / 40 * 0.15)
+    assert found.error.low is not None
+    assert calibration([None, None], Bootstrap(2, 100, seed=0)) is None

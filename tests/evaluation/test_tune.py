@@ -14,10 +14,11 @@ from tiny_chat import chat_tokenizer
 from specdraft.config import SpecdraftError
 from specdraft.data.respond import RespondRecipe, respond
 from specdraft.drafters import DRAFTERS
+from specdraft.evaluation.curve import stops_paying
 from specdraft.evaluation.report import Estimate
 from specdraft.evaluation.statistics import Bootstrap
 from specdraft.evaluation.tune import TuneRecipe, tune
-from specdraft.evaluation.tune_report import Tuning, stops_paying, verdict
+from specdraft.evaluation.tune_report import Tuning, verdict
 from specdraft.target import FrozenTarget, TargetRecipe
 
 QUESTIONS = ["one two one two", "three", "what is the capital of France?", "two and two"]

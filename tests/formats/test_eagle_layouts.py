@@ -108,6 +108,54 @@ def test_x10_x11_speculators_names_shapes_and_config(dtype: torch.dtype, tmp_pat
     }
 
 
+def test_x10_modelopts_names_and_config(tmp_path: Path) -> None:
+    head = head3(dtype=torch.bfloat16)
+    ours, tensors = write("safeailab", head, tmp_path / "ours")
+    config, theirs = write("modelopt", head, tmp_path / "theirs")
+    assert theirs.keys() == {name.replace("midlayer.", "layers.0.") for name in tensors} - {"t2d"}
+    assert config == {
+        **ours,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 4],
+            "use_aux_hidden_state": True,
+            "use_input_layernorm_in_first_layer": True,
+            "use_last_layernorm": True,
+            "use_mtp_layernorm": False,
+            "next_layer_regular": True,
+            "parallel_draft_step": 1,
+        },
+    }
+
+
+def test_t11_modelopt_counts_the_tapped_layers_from_the_first_ones_output(tmp_path: Path) -> None:
+    """Which the same list means of nobody else, so that it is never refused as doubtful."""
+    head = head3(taps=(2, 3, 7))
+    config, tensors = write("modelopt", head, tmp_path / "out")
+    for name in ("eagle_aux_hidden_state_layer_ids", "specdraft", "norm_before_residual"):
+        del config[name]
+    head.config.unroll = 4  # which nobody wrote down
+    found = read("modelopt", put((config, tensors), tmp_path / "theirs"), head.target)
+    assert found.taps == (2, 3, 7)
+    assert_same(found, head)
+    for name, value in (("use_last_layernorm", False), ("parallel_draft_step", 4)):
+        odd = {**config, "eagle_config": {**config["eagle_config"], name: value}}
+        with pytest.raises(SpecdraftError, match=f"eagle_config says {name} {value}"):
+            read("modelopt", put((odd, tensors), tmp_path / name), head.target)
+    head.config.norm_before_residual = True
+    with pytest.raises(SpecdraftError, match="TensorRT-LLM does not know"):
+        write("modelopt", head, tmp_path / "never")
+
+
+def test_speculators_own_mtp_is_sent_to_its_stitcher(tmp_path: Path) -> None:
+    head = head3()
+    config = {"speculators_model_type": "mtp", "transformer_layer_config": SHAPE}
+    folder = put((config, {"mtp_layers.0.input_proj.weight": torch.zeros(H, 2 * H)}), tmp_path / "mtp")
+    with pytest.raises(SpecdraftError, match="speculators stitch-mtp"):
+        read("speculators", folder, head.target)
+
+
 def test_x10_x11_sglangs_eagle1_has_its_own_class_and_a_bias_of_zeros(tmp_path: Path) -> None:
     head = head1(torch.bfloat16)
     vllm, ours = write("eagle1-vllm", head, tmp_path / "vllm")
@@ -126,12 +174,14 @@ def test_x10_x11_sglangs_eagle1_has_its_own_class_and_a_bias_of_zeros(tmp_path: 
     ("name", "make"),
     [
         ("safeailab", head3),
+        ("modelopt", head3),
+        ("modelopt", lambda dtype: head3(None, dtype)),
         ("speculators", head3),
         ("speculators", lambda dtype: head3(None, dtype)),
         ("eagle1-vllm", head1),
         ("eagle1-sglang", head1),
     ],
-    ids=["safeailab", "speculators", "speculators-whole", "eagle1-vllm", "eagle1-sglang"],
+    ids=["safeailab", "modelopt", "modelopt-whole", "speculators", "speculators-whole", "eagle1-vllm", "eagle1-sglang"],
 )
 def test_x01_x02_there_and_back_is_bit_exact(
     name: str, make: Callable[..., TrainableDrafter], dtype: torch.dtype, tmp_path: Path

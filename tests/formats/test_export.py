@@ -111,11 +111,11 @@ def test_x13_a_process_that_fails_is_an_error_and_tells_why(tmp_path: Path, monk
 def test_x01_a_writer_that_loses_changes_or_makes_up_a_tensor_writes_nothing(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from specdraft.formats import speculators
+    from specdraft.formats import safeailab
 
-    right = speculators._their_name
+    right = safeailab.under_layers
     for wrong, said in (("norm.weight", "norm.weight is missing"), ("fc.weight", "fc.weight is missing")):
-        monkeypatch.setattr(speculators, "_their_name", lambda name, wrong=wrong: right(name) + "x" * (name == wrong))
+        monkeypatch.setattr(safeailab, "under_layers", lambda name, wrong=wrong: right(name) + "x" * (name == wrong))
         with pytest.raises(SpecdraftError, match=said):
             export(job(place, tmp_path / "out", verify=False))
         assert not (tmp_path / "out").exists()
@@ -124,7 +124,7 @@ def test_x01_a_writer_that_loses_changes_or_makes_up_a_tensor_writes_nothing(
 def test_a_drafter_of_another_kind_a_folder_that_is_there_and_idle_settings_are_refused(
     place: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(SpecdraftError, match="of the kind eagle3; its layouts are: safeailab, speculators"):
+    with pytest.raises(SpecdraftError, match="of the kind eagle3; its layouts are: safeailab, modelopt, speculators"):
         export(job(place, tmp_path / "out", format="medusa-vllm"))
     with pytest.raises(SpecdraftError, match="is there already"):
         export(job(place, place / "head"))
