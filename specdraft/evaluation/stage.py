@@ -26,6 +26,7 @@ from specdraft.evaluation.report import Report
 from specdraft.evaluation.served import VllmEngine
 from specdraft.evaluation.served_server import ServerEngine
 from specdraft.evaluation.systems import ChainSystem
+from specdraft.lowbit import quantized_linears
 from specdraft.packing import pack_linears
 from specdraft.provenance import FILE_NAME, Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
@@ -53,9 +54,10 @@ class TrainedSource(Recipe):
         return checkpoint_of(self.folder, self.revision, self.subfolder)
 
     def load(self, target: FrozenTarget) -> Drafter:
+        """In the target's dtype, as engines serve it, unless it is quantised."""
         drafter = load_drafter(self.checkpoint)
         drafter.attach(target)
-        nn.Module.to(drafter, target.device)
+        nn.Module.to(drafter, target.device, None if quantized_linears(drafter) else target.dtype)
         pack_linears(drafter)
         return cast(Drafter, drafter)
 
