@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from specdraft.config import SpecdraftError
-from specdraft.packing import pack_linears
+from specdraft.packing import PackedLinear, pack_linears
 
 KEY = "quantization_config"
 """Of config.json."""
@@ -158,6 +158,11 @@ def plain_linears(module: nn.Module) -> dict[str, nn.Linear]:
     return {name: child for name, child in module.named_modules() if type(child) is nn.Linear}
 
 
+def _wide_linears(module: nn.Module) -> list[str]:
+    """Names of those that are not quantised, packed or not."""
+    return [name for name, child in module.named_modules() if type(child) in (nn.Linear, PackedLinear)]
+
+
 def config_of(module: nn.Module) -> dict[str, Any]:
     """The entry of config.json that describes the module's quantised layers; nothing where it has none."""
     held = quantized_linears(module)
@@ -185,7 +190,7 @@ def config_of(module: nn.Module) -> dict[str, Any]:
             "format": "int-quantized" if scheme.activations else "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group},
-            "ignore": _ignored(plain_linears(module), held),
+            "ignore": _ignored(_wide_linears(module), held),
         }
     }
 
