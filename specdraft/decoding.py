@@ -116,11 +116,9 @@ def generate(
     at its cap: `max_new_tokens`, one for all or one a prompt. Its outcome depends on (seed, its stream), not on the
     rows beside it or the batch size, but for what an adaptive drafter draws (see `drafters.adaptive`); `streams`: a
     number a prompt, None: 0, 1, 2... `dice` makes a batch's from a seed a row. `processors` change the target's logits
-    before the warp (see `warping.Processors`), and the drafter's where `proposals` makes its tree; others draft
-    unprocessed, which costs acceptance alone.
-    `lossy`: accept by `verify.typical` with these thresholds, which changes the law of what is written; None, the rule
-    that keeps it. `witness`: record each generation's `transforms`. `progress` is called with the number of prompts
-    done since the last call.
+    before the warp (see `warping.Processors`), and the drafter's where `proposals` makes its tree. `lossy`: accept by
+    `verify.typical` with these thresholds, which changes the law of what is written; None, the rule that keeps it.
+    `witness`: record each generation's `transforms`. `progress` is called with the prompts done since the last call.
 
     Raises SpecdraftError for an empty prompt or cap, for stop strings without a tokenizer, for `lossy` or `witness`
     where decoding is greedy, and where the processors leave a row no token.
