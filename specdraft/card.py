@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 
 import yaml
 from huggingface_hub import EvalResult, ModelCardData
-from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from specdraft.config import Recipe
 from specdraft.evaluation import plots
-from specdraft.evaluation.page import figures, number, percent, setting_lines
+from specdraft.evaluation.page import figures, number, percent, setting_lines, template
 from specdraft.evaluation.report import Estimate, Report, SystemReport
 from specdraft.formats import FORMATS
 from specdraft.quantization.report import QuantizeReport
@@ -111,15 +110,8 @@ class Picture(NamedTuple):
 def render(publication: Publication, variant: str | None, drawn: Sequence[Picture]) -> str:
     """The card of the main checkpoint, or of a variant on a branch of its own: metadata, then Markdown."""
     one = publication.main if variant is None else publication.variants[variant]
-    environment = Environment(
-        loader=PackageLoader("specdraft", "templates"),
-        autoescape=False,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     trained = training_recipe(one.made)
-    body = environment.get_template("card.md.jinja").render(
+    body = template("specdraft", "card.md.jinja", escaping=False).render(
         p=publication,
         one=one,
         variant=variant,

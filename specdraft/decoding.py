@@ -57,7 +57,7 @@ class Generation:
     """What a witness recorded; without one, nothing."""
     reliability: Tensor | None = field(default=None, compare=False)
     """float64 [BINS, 4] on the CPU: the sums of `reliability.reliability` over the rounds; None: no drafter gave its
-    confidence."""
+    confidence, or nobody asked."""
 
 
 @dataclass
@@ -108,6 +108,7 @@ def generate(
     streams: Sequence[int] | None = None,
     dice: Callable[[Sequence[int]], Dice] = SeededDice,
     witness: bool = False,
+    calibrate: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Decoding:
     """Decode `prompts` (token ids) in batches, in order. `drafter` None is plain decoding.
@@ -118,16 +119,15 @@ def generate(
     number a prompt, None: 0, 1, 2... `dice` makes a batch's from a seed a row. `processors` change the target's logits
     before the warp (see `warping.Processors`), and the drafter's where `proposals` makes its tree. `lossy`: accept by
     `verify.typical` with these thresholds, which changes the law of what is written; None, the rule that keeps it.
-    `witness`: record each generation's `transforms`. `progress` is called with the prompts done since the last call.
+    `witness`: record each generation's `transforms`; `calibrate`: its `reliability`. `progress` is called with the
+    prompts done since the last call.
 
     Raises SpecdraftError for an empty prompt or cap, for stop strings without a tokenizer, for `lossy` or `witness`
     where decoding is greedy, and where the processors leave a row no token.
     """
     caps = _caps(prompts, max_new_tokens)
-    if lossy is not None and warp.greedy:
-        raise SpecdraftError("typical acceptance needs a temperature above 0: greedy decoding has one token to accept")
-    if witness and warp.greedy:
-        raise SpecdraftError("a witness needs a temperature above 0: greedy decoding is compared token by token")
+    if warp.greedy:
+        _check_greedy(lossy, witness)
     ends, numbers = frozenset(target.end_ids), range(len(prompts)) if streams is None else streams
     decoding = Decoding([Generation() for _ in prompts])
     for start in range(0, len(prompts), batch_size):
@@ -145,13 +145,20 @@ def generate(
         ]
         seeds, aside = ([_seed(seed, numbers[index], stream) for index in indices] for stream in (0, 1))
         seer = Witness(aside, [row.generation.transforms for row in rows]) if witness else None
-        batch = _Batch(target, drafter, warp, decoding, rows, dice(seeds), seer, lossy)
+        batch = _Batch(target, drafter, warp, decoding, rows, dice(seeds), seer, lossy, calibrate)
         batch.prefill()
         while batch.rows:
             batch.round()
         if progress is not None:
             progress(len(indices))
     return decoding
+
+
+def _check_greedy(lossy: Thresholds | None, witness: bool) -> None:
+    if lossy is not None:
+        raise SpecdraftError("typical acceptance needs a temperature above 0: greedy decoding has one token to accept")
+    if witness:
+        raise SpecdraftError("a witness needs a temperature above 0: greedy decoding is compared token by token")
 
 
 def _caps(prompts: Sequence[Sequence[int]], cap: int | Sequence[int]) -> list[int]:
@@ -206,9 +213,11 @@ class _Batch:
         dice: Dice,
         witness: Witness | None = None,
         lossy: Thresholds | None = None,
+        calibrate: bool = False,
     ) -> None:
         self.target, self.drafter, self.warp, self.decoding = target, drafter, warp, decoding
         self.rows, self.dice, self.witness, self.lossy = rows, dice, witness, lossy
+        self.calibrate = calibrate
         self.session: Session = target.session(drafter.taps if drafter is not None else (), len(rows))
         self.roots = torch.empty(0, dtype=torch.int64)
 
@@ -305,7 +314,7 @@ class _Batch:
             chance = tuple(chances[index][: offered[index]])
             row.generation.rounds.append(Round(offered[index], accepted[index], count, proposed[index], chance))
             counts.append(count)
-        if tree.confidence is not None:
+        if self.calibrate and tree.confidence is not None:
             for row, sums in zip(self.rows, reliability(tree, p, verdict).cpu(), strict=True):
                 before = row.generation.reliability
                 row.generation.reliability = sums if before is None else before + sums

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.conversations import Faults
-from specdraft.drafters import DRAFTERS, load_drafter
+from specdraft.drafters import kind_of, load_drafter
 from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.evaluation import ChainSystem, EvalRecipe, Prompt, evaluate
 from specdraft.evaluation.prompts import read_prompts
@@ -31,7 +31,7 @@ from specdraft.evaluation.served_counts import Served
 from specdraft.formats import FORMATS, Folder, Naming, recognise
 from specdraft.formats.safeailab import TAPS
 from specdraft.objectives import Prediction
-from specdraft.provenance import FILE_NAME, Provenance, hash_weights
+from specdraft.provenance import Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
 
 log = logging.getLogger(__name__)
@@ -124,7 +124,7 @@ def export(recipe: ExportRecipe) -> dict[str, Any]:
     summary: dict[str, Any] = {"output": str(recipe.output), "format": recipe.format, "engines": layout.engines}
     try:
         layout.write(drafter, Naming(target, recipe.target_name or recipe.target.name), recipe.output)
-        made = _provenance(recipe, recipe.drafter, target)
+        made = Provenance.of_conversion(recipe, recipe.drafter, target=target.name, fingerprint=target.fingerprint)
         replace(made, recipe={**made.recipe, "written": hash_weights(recipe.output)}).write(recipe.output)
         if recipe.verify:
             summary["verified"] = verify(recipe, target, drafter)
@@ -155,7 +155,8 @@ def import_drafter(recipe: ImportRecipe) -> dict[str, Any]:
     drafter.attach(target)
     drafter.save_pretrained(recipe.output)
     load_drafter(recipe.output)
-    _provenance(recipe, recipe.folder, target).write(recipe.output)
+    made = Provenance.of_conversion(recipe, recipe.folder, target=target.name, fingerprint=target.fingerprint)
+    made.write(recipe.output)
     return {"output": str(recipe.output), "format": name, "kind": kind_of(drafter), "taps": list(drafter.taps)}
 
 
@@ -286,11 +287,6 @@ def _read_evidence(scratch: Path) -> Evidence:
     return Evidence([stored[str(depth)] for depth in range(len(stored))], metrics)
 
 
-def kind_of(drafter: TrainableDrafter) -> str:
-    """Its name in DRAFTERS."""
-    return next(name for name, kind in DRAFTERS.items() if isinstance(drafter, kind))
-
-
 def _prompts(recipe: ExportRecipe, target: FrozenTarget) -> list[list[int]]:
     if recipe.prompts:
         return [prompt.ids for prompt in read_prompts(target, recipe.prompts, 4, {}, Faults())]
@@ -300,16 +296,6 @@ def _prompts(recipe: ExportRecipe, target: FrozenTarget) -> list[list[int]]:
 def _check_new(folder: Path) -> None:
     if folder.exists():
         raise SpecdraftError(f"{folder} is there already: remove it, or name another output")
-
-
-def _provenance(recipe: ExportRecipe | ImportRecipe, source: Path, target: FrozenTarget) -> Provenance:
-    """Of the conversion; how the drafter itself came about, where that is known, stands under `recipe.drafter_made`."""
-    files = [*sorted(source.glob("*.safetensors")), source / "config.json"]
-    made = Provenance.of(recipe, seed=0, target=target.name, fingerprint=target.fingerprint, data=files)
-    if not (source / FILE_NAME).exists():
-        return made
-    before = json.loads((source / FILE_NAME).read_text(encoding="utf-8"))
-    return replace(made, recipe={**made.recipe, "drafter_made": before})
 
 
 if __name__ == "__main__":

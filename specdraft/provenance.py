@@ -5,7 +5,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -50,6 +50,17 @@ class Provenance:
             data={str(path): hash_file(path) for path in data},
             recipe=recipe.model_dump(mode="json"),
         )
+
+    @classmethod
+    def of_conversion(cls, recipe: Recipe, source: Path, *, target: str, fingerprint: str) -> "Provenance":
+        """Of a checkpoint that is made from the one in `source`; how that came about, where it is known, stands under
+        `recipe.drafter_made`."""
+        files = [*sorted(source.glob("*.safetensors")), source / "config.json"]
+        made = cls.of(recipe, seed=0, target=target, fingerprint=fingerprint, data=files)
+        if not (source / FILE_NAME).exists():
+            return made
+        before = json.loads((source / FILE_NAME).read_text(encoding="utf-8"))
+        return replace(made, recipe={**made.recipe, "drafter_made": before})
 
     def write(self, folder: Path) -> Path:
         path = folder / FILE_NAME

@@ -19,8 +19,9 @@ from torch import Tensor
 from specdraft.config import SpecdraftError, settings
 from specdraft.decoding import generate
 from specdraft.drafters import DRAFTERS, load_drafter
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Evidence, ObjectiveRecipe, Shape, StaticTree
+from specdraft.drafters.base import Drafter, Evidence, ObjectiveRecipe
 from specdraft.drafters.base import TrainableDrafter as Trainable
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.objectives import Prediction
 from specdraft.reduction import IGNORED
 from specdraft.target import FrozenTarget

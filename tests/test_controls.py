@@ -18,9 +18,10 @@ from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, Supp
 from specdraft.config import SpecdraftError
 from specdraft.controls import Controls, CountPenalty, StopStrings
 from specdraft.decoding import Decoding, generate
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape, StaticTree
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.target import FrozenTarget
 from specdraft.warping import Prefixes, Processors, Warp
 

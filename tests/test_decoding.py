@@ -18,10 +18,11 @@ from specdraft import decoding
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Decoding, Generation, generate
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.eagle import Eagle3Drafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from specdraft.decoding import Decoding, Generation, _Batch, _Row, generate
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, DynamicTree, Shape
 from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation import EvalRecipe, Prompt, Report, evaluate
 from specdraft.evaluation.lossless import compare_greedy
 from specdraft.evaluation.page import markdown

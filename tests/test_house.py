@@ -23,9 +23,9 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # A module imports only from those left of it; a folder is one place in the line.
 ORDER = (
-    "config provenance theory warping controls dice tree verify witness reliability objectives reduction attention "
-    "packing lowbit kvcache causal target data drafters formats decoding evaluation trainer training quantization "
-    "export serving card publish cli"
+    "config progress provenance theory warping controls dice tree verify witness reliability objectives reduction "
+    "attention packing lowbit kvcache causal target data drafters formats decoding evaluation trainer training "
+    "quantization export serving card publish cli"
 ).split()
 PURE = "theory warping dice tree verify witness reliability objectives reduction attention".split()
 IMPURE = {"pathlib", "os", "io", "json", "yaml", "omegaconf", "pydantic", "datasets", "accelerate", "safetensors"}

@@ -14,9 +14,8 @@ import torch
 from foreign import shaken
 from hub_server import TOKEN, Hub, Repo
 from huggingface_hub import ModelCard, constants
-from models import tiny_model
 from safetensors.torch import load_file, save_file
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft.config import SpecdraftError
 from specdraft.drafters import load_drafter
@@ -35,9 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>':DeprecationW
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, and two drafters with their provenance and a report each: head/ and int8/."""
     folder = tmp_path_factory.mktemp("place")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    write_target(folder / "target")
     target = FrozenTarget.load(TargetRecipe(name=str(folder / "target")))
     made = Provenance.of(Eagle3Recipe(), seed=7, target=str(folder / "target"), fingerprint="f", data=[])
     answers = {str(folder / "answers.jsonl"): "sha256:1", str(folder / "more" / "answers.jsonl"): "sha256:2"}

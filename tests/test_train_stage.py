@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import tiny_model
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft.config import SpecdraftError
 from specdraft.data.store import CaptureRecipe, capture
@@ -19,9 +18,7 @@ from specdraft.training import TrainRecipe, train
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("files")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    write_target(folder / "target")
     words = "one two three four five six seven".split()
     with (folder / "answers.jsonl").open("w") as file:
         for cut in range(1, 7):

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import EvalRecipe, Prompt, evaluate, page
 from specdraft.tree import DraftTree
 from specdraft.verify import Thresholds, typical

@@ -1,5 +1,9 @@
 """A small byte-level BPE tokenizer, built on the spot, and the kinds of chat template that are met in the wild."""
 
+from pathlib import Path
+from typing import Any
+
+from models import tiny_model
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -97,3 +101,11 @@ def chat_tokenizer(
     )
     fast.chat_template = template
     return fast
+
+
+def write_target(folder: Path, **changes: Any) -> Path:
+    """A tiny target with its tokenizer, as a checkpoint; `changes` as `tiny_model` takes them."""
+    tokenizer = chat_tokenizer()
+    tiny_model(**{"vocab_size": len(tokenizer), **changes}).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -28,10 +28,11 @@ from specdraft.causal import CausalLM
 from specdraft.config import SpecdraftError
 from specdraft.data.conversations import Faults
 from specdraft.decoding import Decoding, generate
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.eagle import Eagle3Drafter
 from specdraft.drafters.lm import LMDrafter, LMRecipe
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation.prompts import read_prompts
 from specdraft.evaluation.stage import TrainedSource
 from specdraft.packing import pack_linears

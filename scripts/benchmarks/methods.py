@@ -27,8 +27,9 @@ from specdraft.data.batches import DataRecipe, load_rows
 from specdraft.data.conversations import Faults
 from specdraft.decoding import Round, generate
 from specdraft.drafters import DRAFTERS
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, TrainableDrafter
+from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree
 from specdraft.evaluation import EvalRecipe, evaluate
 from specdraft.evaluation.prompts import Prompt, read_prompts
 from specdraft.evaluation.stage import TrainedSource

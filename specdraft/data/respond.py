@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 import torch
 from pydantic import Field
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import one_at_a_time
 from specdraft.data.chat import ChatFormat
 from specdraft.data.conversations import Answer, Conversation, Faults, Message, RowError, read_conversations
 from specdraft.dice import Dice, SeededDice
+from specdraft.progress import progress_bar
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.warping import Warp
 
@@ -285,9 +285,8 @@ def _batches(todo: Sequence[_Work], size: int, answer: int) -> Iterator[Sequence
 
 def _shown(batches: Iterator[Sequence[_Work]], rows: int) -> Iterator[Sequence[_Work]]:
     """The batches, with a progress bar on stderr; where that is no terminal, a log line a batch."""
-    columns = (TextColumn("answers"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     begun, answered = time.monotonic(), 0
-    with Progress(*columns, console=Console(stderr=True)) as progress:
+    with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("answers", total=rows)
         for batch in batches:
             yield batch

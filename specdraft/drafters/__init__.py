@@ -27,6 +27,11 @@ DRAFTERS: dict[str, type[TrainableDrafter]] = {
 """Trainable drafters by the name that recipes (`drafter.kind`) and checkpoints give them."""
 
 
+def kind_of(drafter: TrainableDrafter) -> str:
+    """Its name in DRAFTERS."""
+    return next(name for name, kind in DRAFTERS.items() if isinstance(drafter, kind))
+
+
 _FETCHED = ("*.safetensors", "*.json", "*.txt", "*.model", "*.jinja")
 """What a drafter is made of, tokenizers included; never code or pickles."""
 

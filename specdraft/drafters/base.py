@@ -22,10 +22,7 @@ from specdraft import lowbit
 from specdraft.causal import Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.shapes import Chain as Chain
-from specdraft.drafters.shapes import DynamicTree as DynamicTree
-from specdraft.drafters.shapes import Shape as Shape
-from specdraft.drafters.shapes import StaticTree as StaticTree
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.objectives import TERMS, Mixture, Prediction
 from specdraft.reduction import CHUNK, Teacher, reduce
 from specdraft.target import FrozenTarget

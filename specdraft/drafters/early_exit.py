@@ -23,8 +23,9 @@ from specdraft.causal import Observation, Session
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import TokenRows
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DrafterConfig, DrafterRecipe, Shape, TrainableDrafter
+from specdraft.drafters.base import DrafterConfig, DrafterRecipe, TrainableDrafter
 from specdraft.drafters.proposals import Frontier, Words, propose
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.objectives import Prediction
 from specdraft.reduction import law_positions
 from specdraft.target import FrozenTarget

@@ -14,8 +14,9 @@ accepted as often as alone, and those behind it only add to that.
 from collections.abc import Sequence
 
 from specdraft.dice import Dice
-from specdraft.drafters.base import Drafter, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.several import Memories, SeveralDrafters
+from specdraft.drafters.shapes import Shape
 from specdraft.tree import DraftTree, merge
 from specdraft.warping import Warp
 

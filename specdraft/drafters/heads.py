@@ -15,7 +15,8 @@ from torch.nn.functional import silu
 
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
-from specdraft.drafters.base import Chain, DrafterConfig, DrafterRecipe, DynamicTree, Shape, TrainableDrafter
+from specdraft.drafters.base import DrafterConfig, DrafterRecipe, TrainableDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.target import FrozenTarget
 from specdraft.verify import Verdict
 

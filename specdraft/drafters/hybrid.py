@@ -19,8 +19,9 @@ from torch import Tensor
 
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, Drafter, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.several import Memories, SeveralDrafters
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.tree import DraftTree, merge
 from specdraft.warping import Warp
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DynamicTree, Shape
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.tree import ALONE, CHOSEN, NO_NODE, ROOT, DraftTree, Draws
 from specdraft.verify import Verdict
 from specdraft.warping import Warp

@@ -13,7 +13,7 @@ from torch import Tensor
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, Shape
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp

@@ -22,11 +22,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DrafterRecipe, Shape, check_tensors, read_servable
+from specdraft.drafters.base import DrafterRecipe, check_tensors, read_servable
 from specdraft.drafters.blocks import DecoderConfig, GatedMLP, Projections, copy_layer
 from specdraft.drafters.mtp_native import CUSTOMS, Checkpoint, norm_of, read_native
 from specdraft.drafters.proposals import Frontier, Words, propose
 from specdraft.drafters.recurrence import SharedHeadDrafter, Slots
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.kvcache import RowCache
 from specdraft.objectives import Prediction
 from specdraft.target import FrozenTarget

@@ -12,7 +12,8 @@ from torch import Tensor
 from specdraft.causal import Observation, Session
 from specdraft.config import SpecdraftError
 from specdraft.dice import Dice
-from specdraft.drafters.base import Drafter, Memory, Shape
+from specdraft.drafters.base import Drafter, Memory
+from specdraft.drafters.shapes import Shape
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 from specdraft.warping import Warp

@@ -6,7 +6,8 @@ from typing import Any, Literal
 
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Round, generate
-from specdraft.drafters.base import Drafter, DynamicTree, TrainableDrafter
+from specdraft.drafters.base import Drafter, TrainableDrafter
+from specdraft.drafters.shapes import DynamicTree
 from specdraft.evaluation.costs import costs, depth_of, time_parts
 from specdraft.evaluation.curve import stops_paying
 from specdraft.evaluation.prompts import Prompt

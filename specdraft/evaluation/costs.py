@@ -17,7 +17,8 @@ from specdraft import theory
 from specdraft.causal import Observation, Session
 from specdraft.decoding import pad
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, Drafter, Memory, Shape
+from specdraft.drafters.base import Drafter, Memory
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.evaluation.report import Acceptance, Costs, GammaPoint
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree

@@ -12,7 +12,8 @@ from itertools import pairwise
 import numpy as np
 
 from specdraft.decoding import Generation
-from specdraft.drafters.base import Drafter, Shape
+from specdraft.drafters.base import Drafter
+from specdraft.drafters.shapes import Shape
 from specdraft.evaluation.costs import SIZES, Parts, time_parts
 from specdraft.evaluation.report import BatchSpeed, Estimate
 from specdraft.evaluation.statistics import Array

@@ -13,7 +13,8 @@ from specdraft.config import SpecdraftError
 from specdraft.controls import Controls
 from specdraft.data.conversations import Faults
 from specdraft.drafters.adaptive import AdaptiveDrafter
-from specdraft.drafters.base import Chain, Drafter
+from specdraft.drafters.base import Drafter
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import exhibits
 from specdraft.evaluation.lossless import check_sampled, compare_greedy, lossy_by_choice
 from specdraft.evaluation.prompts import Prompt, read_prompts, seen_in_training
@@ -45,10 +46,10 @@ def evaluate(
     """Decode the recipe's prompts (or `prompts`, ready made) plainly and with each system, and report.
 
     `drafter_weights` says which weights are measured, see `Setting`; `trained_length` is the longest sequence that the
-    drafter was trained on, if known; `progress` is called with the
-    prompts decoded so far, over all runs, and their total. `engine` decodes the prompts too, to be compared with plain
-    decoding and the recipe's one chain, greedily. Sets `drafter.shape`. Raises SpecdraftError if there is no
-    usable prompt, no system or two of one name, or a system that never drafted anything.
+    drafter was trained on, if known; `progress` is called with the prompts decoded so far, over all runs, and their
+    total. `engine` decodes the prompts too, to be compared with plain decoding and the recipe's one chain, greedily.
+    Sets `drafter.shape`. Raises SpecdraftError if there is no usable prompt, no system or two of one name, or a system
+    that never drafted anything.
     """
     if len({system.name for system in recipe.systems}) < max(len(recipe.systems), 1):
         raise SpecdraftError(f"evaluation.systems must name one system or more, each once, got {list(recipe.systems)}")
@@ -59,12 +60,12 @@ def evaluate(
     faults = Faults()
     if prompts is None:
         prompts = read_prompts(target, recipe.prompts, recipe.limit, recipe.chat_template_kwargs, faults)
-    asked, recipe = recipe, _settled(target, drafter, recipe, prompts)
-    racer = AdaptiveDrafter(drafter) if any(isinstance(s, AdaptiveSystem) for s in recipe.systems) else drafter
-    runs = [Run(system.name, system.shape()) for system in recipe.systems]
-    plain = Run("plain", None) if recipe.compare_with_plain else None
+    asked, recipe = recipe, settled(target, drafter, recipe, prompts)
+    racer = racing(drafter, recipe)
+    runs = [Run(system.name, racer, system.shape()) for system in recipe.systems]
+    plain = Run("plain") if recipe.compare_with_plain else None
     everything = runs if plain is None else [plain, *runs]
-    turns, owners = decode_all(target, racer, recipe, prompts, everything, progress)
+    turns, owners = decode_all(target, recipe, prompts, everything, progress)
     overlap = seen_in_training(prompts, recipe.training_prompts) if recipe.training_prompts else None
     systems = _judge(target, recipe, turns, owners, plain, runs, trained_length)
     if plain is not None:
@@ -85,7 +86,13 @@ def evaluate(
     )
 
 
-def _settled(target: FrozenTarget, drafter: Drafter, recipe: EvalRecipe, prompts: Sequence[Prompt]) -> EvalRecipe:
+def racing(drafter: Drafter, recipe: EvalRecipe) -> Drafter:
+    """The drafter as it drafts every system of the recipe."""
+    adapts = any(isinstance(system, AdaptiveSystem) for system in recipe.systems)
+    return AdaptiveDrafter(drafter) if adapts else drafter
+
+
+def settled(target: FrozenTarget, drafter: Drafter, recipe: EvalRecipe, prompts: Sequence[Prompt]) -> EvalRecipe:
     """The recipe with the paths of its static trees and the costs of what adapts, on a middling prompt."""
     answers, template_args = recipe.training_prompts, recipe.chat_template_kwargs
     middling = sorted((prompt.ids for prompt in prompts), key=len)[len(prompts) // 2]
@@ -144,15 +151,16 @@ def _judge(
                 speedup=None,
                 decode_speedup=None,
                 costs=None,
-                losslessness=_losslessness(target, recipe, prompts, plain, run),
+                losslessness=losslessness(target, recipe, prompts, plain, run),
             )
         )
     return found
 
 
-def _losslessness(
+def losslessness(
     target: FrozenTarget, recipe: EvalRecipe, prompts: Sequence[Prompt], plain: Run | None, run: Run
 ) -> Losslessness:
+    """The verdict on one run; `plain`, what greedy answers are compared with."""
     if recipe.lossy is not None:
         return lossy_by_choice(run.generations, recipe.lossy)
     if not recipe.warp.greedy:

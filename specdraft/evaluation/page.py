@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from markupsafe import Markup
 from rich.table import Table
 
@@ -40,6 +40,35 @@ def write(report: Report, folder: Path) -> None:
     report.save(folder / "report.json")
     (folder / "report.md").write_text(markdown(report), encoding="utf-8")
     (folder / "report.html").write_text(html(report), encoding="utf-8")
+
+
+def template(package: str, name: str, escaping: bool) -> Template:
+    """A template in the folder `templates` of a package; `escaping`: what is put in is text, not HTML."""
+    environment = Environment(
+        loader=PackageLoader(package, "templates"),
+        autoescape=escaping,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template(name)
+
+
+def drawn(title: str, notes: Sequence[str], header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> Table:
+    """For the terminal, with `notes` below; the first `left` columns hold words, the others figures."""
+    table = Table(title=title, caption="\n".join(notes) or None, title_justify="left", caption_justify="left")
+    for place, name in enumerate(header):
+        table.add_column(name, justify="left" if place < left else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def piped(header: Sequence[str], rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The lines of the same table in Markdown."""
+    rule = f"|{'---|' * left}{'---:|' * (len(header) - left)}"
+    named = "".join(f"| {name} " if name else "| " for name in header)
+    return [f"{named}|", rule, *(f"| {' | '.join(row)} |" for row in rows)]
 
 
 def number(estimate: Estimate | None, digits: int = 2) -> str:
@@ -166,44 +195,35 @@ def _stops(system: SystemReport) -> str:
 
 def table(report: Report) -> Table:
     """For the terminal: `rich.print(table(report))`."""
-    drawn = Table(title=report.headline, caption="\n".join(report.warnings) or None, title_justify="left")
-    drawn.add_column("")
-    for column in _columns(report):
-        drawn.add_column(column, justify="right")
-    for figure in figures(report):
-        drawn.add_row(figure.name, *_cells(report, figure))
-    return drawn
+    return drawn(report.headline, report.warnings, *_figure_table(report), left=1)
+
+
+def _figure_table(report: Report) -> tuple[list[str], list[list[str]]]:
+    """Header and rows."""
+    return ["", *_columns(report)], [[figure.name, *_cells(report, figure)] for figure in figures(report)]
 
 
 def markdown(report: Report) -> str:
-    columns = _columns(report)
     setting = report.setting
     lines = [f"# {setting.drafter} on {setting.target}", "", f"**{report.headline}**", ""]
     lines += [f"> {warning}\n" for warning in report.warnings]
-    lines += [f"| | {' | '.join(columns)} |", f"|---|{'---:|' * len(columns)}"]
-    lines += [f"| {figure.name} | {' | '.join(_cells(report, figure))} |" for figure in figures(report)]
+    lines += piped(*_figure_table(report), left=1)
     lines += ["", "## Losslessness", ""]
     lines += [
         f"* {system.name}: {system.losslessness.verdict}; {system.losslessness.reason}." for system in report.systems
     ]
     if (served := report.served) is not None:
         lines += ["", f"## Served by {served.engine}: {served.verdict}", "", f"{served.reason}.", ""]
-        lines += [f"| {served.system}, {served.prompts} prompts | here | engine |", "|---|---:|---:|"]
-        lines += [f"| {name} | {ours} | {theirs} |" for name, ours, theirs in served.rows]
+        lines += piped([f"{served.system}, {served.prompts} prompts", "here", "engine"], served.rows, left=1)
     if any(system.by_batch for system in report.systems):
-        lines += ["", "## Batch sizes", "", f"| {' | '.join(_BATCH_COLUMNS)} |", "|---|---:|---:|---:|---:|---:|---:|"]
-        lines += [f"| {' | '.join(row)} |" for row in batch_rows(report)]
+        lines += ["", "## Batch sizes", "", *piped(_BATCH_COLUMNS, batch_rows(report), left=1)]
     for system in report.systems:
-        lines += [
-            "",
-            f"## {system.name}: parts",
-            "",
-            "| | | prompts | rounds | tau | alpha | analytic alpha |",
-            "|---|---|---:|---:|---:|---:|---:|",
+        parts = [
+            (p.kind, p.name, str(p.prompts), str(p.rounds), number(p.tau), percent(p.alpha), percent(p.analytic_alpha))
+            for p in system.acceptance.slices
         ]
-        for part in system.acceptance.slices:
-            cells = (number(part.tau), percent(part.alpha), percent(part.analytic_alpha))
-            lines.append(f"| {part.kind} | {part.name} | {part.prompts} | {part.rounds} | {' | '.join(cells)} |")
+        header = ("", "", "prompts", "rounds", "tau", "alpha", "analytic alpha")
+        lines += ["", f"## {system.name}: parts", "", *piped(header, parts, left=2)]
     lines += [
         "",
         "## Setting",
@@ -247,14 +267,7 @@ def batch_rows(report: Report) -> list[tuple[str, ...]]:
 
 def html(report: Report) -> str:
     """The page: inline style and pictures, no script, and a policy that forbids it to load anything."""
-    environment = Environment(
-        loader=PackageLoader("specdraft.evaluation", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html.jinja").render(
+    return template("specdraft.evaluation", "report.html.jinja", escaping=True).render(
         report=report,
         setting=setting_lines(report),
         columns=_columns(report),

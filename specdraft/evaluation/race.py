@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specdraft.decoding import Generation, generate
-from specdraft.drafters.base import Drafter, Shape
+from specdraft.drafters.base import Drafter
+from specdraft.drafters.shapes import Shape
 from specdraft.evaluation.costs import costs
 from specdraft.evaluation.curve import Rows, by_batch, predicted, stops_paying, wind
 from specdraft.evaluation.prompts import Prompt
@@ -22,8 +23,10 @@ class Run:
     """One way of decoding all prompts, batch by batch."""
 
     name: str
-    shape: Shape | None
+    drafter: Drafter | None = None
     """None: plain decoding."""
+    shape: Shape | None = None
+    """What it drafts."""
     generations: list[Generation] = field(default_factory=list)
     batches: list[RunTime] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
@@ -41,7 +44,6 @@ class Run:
 
 def decode_all(
     target: FrozenTarget,
-    drafter: Drafter,
     recipe: EvalRecipe,
     prompts: Sequence[Prompt],
     runs: Sequence[Run],
@@ -56,7 +58,7 @@ def decode_all(
     size = recipe.batch_size
     for run in runs:
         few = [prompt.ids for prompt in prompts[:size]]
-        _batch(target, drafter, recipe, run, few, range(len(few)), min(recipe.max_new_tokens, 8))  # warm up
+        _batch(target, recipe, run, few, range(len(few)), min(recipe.max_new_tokens, 8))  # warm up
     asked: list[Prompt] = []
     owners: list[int] = []
     batches, done, total = 0, 0, len(runs) * len(prompts)
@@ -66,7 +68,7 @@ def decode_all(
             ids, streams = [prompt.ids for _, prompt in batch], [owner + (turn << 32) for owner, _ in batch]
             for place in range(len(runs)):
                 run = runs[(batches + place) % len(runs)]
-                generations, taken = _batch(target, drafter, recipe, run, ids, streams, recipe.max_new_tokens)
+                generations, taken = _batch(target, recipe, run, ids, streams, recipe.max_new_tokens)
                 run.generations += generations
                 run.batches.append(taken)
                 run.rows.append(len(batch))
@@ -91,19 +93,18 @@ def _asked_on(batch: Sequence[tuple[int, Prompt]], answers: Sequence[Sequence[in
 
 def _batch(
     target: FrozenTarget,
-    drafter: Drafter,
     recipe: EvalRecipe,
     run: Run,
     batch: Sequence[Sequence[int]],
     streams: Sequence[int],
     cap: int,
 ) -> tuple[list[Generation], RunTime]:
-    if run.shape is not None:
-        drafter.shape = run.shape
+    if run.drafter is not None and run.shape is not None:
+        run.drafter.shape = run.shape
     clock = time.perf_counter()
     decoding = generate(
         target,
-        None if run.shape is None else drafter,
+        run.drafter,
         batch,
         warp=recipe.warp,
         max_new_tokens=cap,
@@ -112,8 +113,9 @@ def _batch(
         batch_size=len(batch),
         seed=recipe.seed,
         streams=streams,
-        lossy=None if run.shape is None else recipe.lossy,
-        witness=run.shape is not None and not recipe.warp.greedy,
+        lossy=None if run.drafter is None else recipe.lossy,
+        witness=run.drafter is not None and not recipe.warp.greedy,
+        calibrate=True,
     )
     taken = RunTime(
         new_tokens=decoding.new_tokens,
@@ -126,7 +128,7 @@ def _batch(
     return decoding.generations, taken
 
 
-def _speedups(recipe: EvalRecipe, plain: Run, run: Run) -> tuple[Estimate, Estimate]:
+def speedups(recipe: EvalRecipe, plain: Run, run: Run) -> tuple[Estimate, Estimate]:
     """End to end, and without reading prompts (of whose pass the first token of each row comes)."""
     bootstrap, rows = Bootstrap(run.groups, recipe.bootstrap_samples, recipe.seed), np.array(run.rows, dtype=np.float64)
 
@@ -157,15 +159,15 @@ def priced(
 
     def again(size: int, places: Array) -> list[tuple[Estimate, Estimate]]:
         other = recipe.model_copy(update={"batch_size": size})
-        fresh = [Run(run.name, run.shape) for run in (plain, *runs)]
+        fresh = [Run(run.name, run.drafter, run.shape) for run in (plain, *runs)]
         once = [prompts[place]._replace(then=None) for place in places.flat]
-        decode_all(target, drafter, other, once, fresh, progress)
-        return [_speedups(other, fresh[0], run) for run in fresh[1:]]
+        decode_all(target, other, once, fresh, progress)
+        return [speedups(other, fresh[0], run) for run in fresh[1:]]
 
     curves = by_batch(recipe.batch_sizes, again, clock, own, rows, recipe.seed)
     priced = []
     for place, (system, run, curve) in enumerate(zip(systems, runs, curves, strict=True)):
-        speedup, decode_speedup = _speedups(recipe, plain, run)
+        speedup, decode_speedup = speedups(recipe, plain, run)
         speeds = {
             "speedup": speedup,
             "decode_speedup": decode_speedup,

@@ -21,9 +21,9 @@ from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Round, pad
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, DynamicTree, Shape, TrainableDrafter
+from specdraft.drafters.base import TrainableDrafter
 from specdraft.drafters.recurrence import RecurrentDrafter
-from specdraft.drafters.shapes import Choice
+from specdraft.drafters.shapes import Chain, Choice, DynamicTree, Shape
 from specdraft.evaluation.costs import depth_of
 from specdraft.evaluation.report import Estimate
 from specdraft.evaluation.statistics import Array, Bootstrap

@@ -19,9 +19,10 @@ from pydantic import Field
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.decoding import Generation, generate
-from specdraft.drafters import DRAFTERS
-from specdraft.drafters.base import Chain, Drafter, TrainableDrafter
+from specdraft.drafters import kind_of
+from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import served_worker
 from specdraft.evaluation.lossless import TIE_FACTOR, compare_greedy
 from specdraft.evaluation.served_counts import Counts, Served, Unequal
@@ -93,10 +94,9 @@ class VllmEngine(Recipe):
                 f"engine.python: {self.python} is not there. Make the environment (python -m venv .venv-serve && "
                 ".venv-serve/bin/pip install vllm), or name the Python of one that has vLLM"
             )
-        if not isinstance(drafter, LookupDrafter) and (kind := _kind(drafter)) not in _METHODS:
-            raise SpecdraftError(
-                f"vLLM does not serve {kind or type(drafter).__name__}; it serves {', '.join(_METHODS)} and lookup"
-            )
+        kind = kind_of(drafter) if isinstance(drafter, TrainableDrafter) else type(drafter).__name__
+        if not isinstance(drafter, LookupDrafter) and kind not in _METHODS:
+            raise SpecdraftError(f"vLLM does not serve {kind}; it serves {', '.join(_METHODS)} and lookup")
 
     def serve(self, target: FrozenTarget, drafter: Drafter, ask: Ask, written: Path | None) -> Replies:
         """Raises SpecdraftError with vLLM's last words where it fails, and where it does not speculate."""
@@ -135,11 +135,6 @@ class VllmEngine(Recipe):
         return Replies(f"vLLM {found['version']}, {dtype}", found["answers"], counts, ask.batch_size)
 
 
-def _kind(drafter: Drafter) -> str | None:
-    """Its name in DRAFTERS; None for what was not trained."""
-    return next((name for name, kind in DRAFTERS.items() if isinstance(drafter, kind)), None)
-
-
 def _speculation(target: FrozenTarget, drafter: Drafter, gamma: int, folder: Path) -> tuple[str, dict[str, Any]]:
     """The model that vLLM is to load and its speculative_config; writes the drafter into `folder` if it is not there.
 
@@ -150,7 +145,7 @@ def _speculation(target: FrozenTarget, drafter: Drafter, gamma: int, folder: Pat
         lengths = {"prompt_lookup_min": drafter.shortest, "prompt_lookup_max": drafter.longest}
         return target.name, {"method": "ngram", **asked, **lengths}
     assert isinstance(drafter, TrainableDrafter), "by ready"
-    method, layout = _METHODS[_kind(drafter) or ""]
+    method, layout = _METHODS[kind_of(drafter)]
     if not folder.exists():
         FORMATS[layout].write(drafter, Naming(target, target.name), folder)
     if method == "mtp":

@@ -6,7 +6,6 @@ from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import Field, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import nn
 
 from specdraft.config import Recipe, SpecdraftError
@@ -28,6 +27,7 @@ from specdraft.evaluation.served_server import ServerEngine
 from specdraft.evaluation.systems import ChainSystem
 from specdraft.lowbit import quantized_linears
 from specdraft.packing import pack_linears
+from specdraft.progress import progress_bar
 from specdraft.provenance import FILE_NAME, Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
 
@@ -132,7 +132,7 @@ class EarlyExitSource(Recipe):
         wanted = self.search
         settings = {"answers": wanted.answers, "max_length": wanted.max_length, "limit": wanted.rows}
         rows = load_rows(DataRecipe.model_validate(settings), target.tokenizer, target.end_ids)
-        with _bar("searching layers", Console(stderr=True)) as bar:
+        with progress_bar(Console(stderr=True)) as bar:
             task = bar.add_task("searching layers", total=None)
             found = search(target, rows, wanted, lambda done, total: bar.update(task, completed=done, total=total))
         skip = sorted(set(range(1, target.num_layers + 1)) - set(found.layers))
@@ -245,7 +245,7 @@ def evaluate_recipe(recipe: EvaluateRecipe) -> dict[str, Any]:
     if not settings.training_prompts and answers:
         settings = settings.model_copy(update={"training_prompts": answers})
     console = Console(stderr=True)
-    with _bar("evaluating", console) as bar:
+    with progress_bar(console) as bar:
         task = bar.add_task("evaluating", total=None)
         report = evaluate(
             target,
@@ -279,11 +279,6 @@ def require_served(report: Report) -> None:
     """Raises SpecdraftError where an engine's counts or answers are not those found here."""
     if report.served is not None and not report.served.equal:
         raise SpecdraftError(f"{report.served.engine} does not do as found here: {report.served.reason}")
-
-
-def _bar(what: str, console: Console) -> Progress:
-    columns = (TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(*columns, console=console)
 
 
 def summary(report: Report, folder: Path) -> dict[str, Any]:

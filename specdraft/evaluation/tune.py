@@ -11,7 +11,6 @@ from typing import Annotated, Any, Self
 import torch
 from pydantic import Field, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.chat import tokenizer_fingerprint
@@ -26,6 +25,7 @@ from specdraft.evaluation.report import Estimate, speed_sentence
 from specdraft.evaluation.stage import Source, training_of
 from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System, TreeSystem
 from specdraft.evaluation.tune_report import Candidate, Comparison, Confirmation, Tuning, table
+from specdraft.progress import progress_bar
 from specdraft.provenance import Provenance
 from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.warping import Warp
@@ -104,7 +104,7 @@ def tune(recipe: TuneRecipe) -> dict[str, Any]:
     console = Console(stderr=True)
     target = FrozenTarget.load(recipe.target)
     drafters = [(source, source.load(target)) for source in recipe.drafters]
-    with _bar(console) as bar:
+    with progress_bar(console) as bar:
 
         def step(what: str, total: int) -> Callable[[int], None]:
             task = bar.add_task(what, total=total)
@@ -136,11 +136,6 @@ def tune(recipe: TuneRecipe) -> dict[str, Any]:
     tuning.write(recipe.output)
     console.print(table(tuning))
     return summary(tuning, recipe.output)
-
-
-def _bar(console: Console) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    return Progress(TextColumn("{task.description}"), *columns, console=console)
 
 
 def summary(tuning: Tuning, folder: Path) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import Literal
 from pydantic import JsonValue
 from rich.table import Table
 
-from specdraft.evaluation.page import number
+from specdraft.evaluation.page import drawn, number, piped
 from specdraft.evaluation.report import Acceptance, Estimate, Section
 
 DEFINITIONS: dict[str, str] = {
@@ -208,22 +208,13 @@ def findings(tuning: Tuning) -> list[str]:
 
 def table(tuning: Tuning) -> Table:
     """For the terminal."""
-    header, lines = rows(tuning)
-    caption = "\n".join([*findings(tuning), *tuning.warnings])
-    drawn = Table(title=tuning.headline, caption=caption, title_justify="left", caption_justify="left")
-    for place, name in enumerate(header):
-        drawn.add_column(name, justify="left" if place < 3 else "right", overflow="fold")
-    for line in lines:
-        drawn.add_row(*line)
-    return drawn
+    return drawn(tuning.headline, [*findings(tuning), *tuning.warnings], *rows(tuning), left=3)
 
 
 def markdown(tuning: Tuning) -> str:
-    header, lines = rows(tuning)
     text = [f"# Tuning drafters for {tuning.target}", "", f"**{tuning.headline}**", ""]
     text += [f"> {warning}\n" for warning in tuning.warnings]
-    text += [f"| {' | '.join(header)} |", f"|---|---|---|{'---:|' * (len(header) - 3)}"]
-    text += [f"| {' | '.join(line)} |" for line in lines]
+    text += piped(*rows(tuning), left=3)
     text += ["", *(f"* {finding}" for finding in findings(tuning)), "", "## Setting", ""]
     text += [
         f"* {tuning.prompts} prompts, answers of at most {tuning.max_new_tokens} tokens, temperature "

@@ -1,7 +1,6 @@
 """Two forms of one drafter on the same prompts, pair by pair: what quantising cost, and what it brought."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import Self
 
 import numpy as np
@@ -9,16 +8,16 @@ from pydantic import Field, model_validator
 
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.conversations import Faults
-from specdraft.decoding import Decoding, Generation, generate
-from specdraft.drafters.base import Drafter, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.evaluation.costs import depth_of, time_parts
-from specdraft.evaluation.lossless import check_sampled, compare_greedy
+from specdraft.evaluation.measure import losslessness, racing, settled
 from specdraft.evaluation.prompts import Prompt, read_prompts
+from specdraft.evaluation.race import Run, decode_all, speedups
+from specdraft.evaluation.recipe import EvalRecipe
 from specdraft.evaluation.statistics import Bootstrap, Counts, RoundTable, acceptance
-from specdraft.evaluation.systems import ChainSystem, StaticTreeSystem, System, TreeSystem
+from specdraft.evaluation.systems import ChainSystem, System, TreeSystem
 from specdraft.quantization.report import Pair, Side
 from specdraft.target import FrozenTarget
-from specdraft.warping import Warp
 
 _TIMINGS = 3  # of each form, in turn
 
@@ -53,44 +52,6 @@ class ComparisonRecipe(Recipe):
             raise ValueError("systems must name one or more, each once")
         return self
 
-    @property
-    def warp(self) -> Warp:
-        return Warp(self.temperature)
-
-
-@dataclass
-class _Run:
-    """One way of decoding all prompts."""
-
-    drafter: Drafter | None
-    shape: Shape | None
-    generations: list[Generation] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    """Of each batch, as the seconds."""
-    seconds: list[float] = field(default_factory=list)
-
-    def decode(
-        self, target: FrozenTarget, recipe: ComparisonRecipe, batch: Sequence[Prompt], start: int, cap: int
-    ) -> Decoding:
-        if self.drafter is not None and self.shape is not None:
-            self.drafter.shape = self.shape
-        return generate(
-            target,
-            self.drafter,
-            [prompt.ids for prompt in batch],
-            warp=recipe.warp,
-            max_new_tokens=cap,
-            batch_size=len(batch),
-            seed=recipe.seed,
-            streams=range(start, start + len(batch)),
-            witness=self.drafter is not None and not recipe.warp.greedy,
-        )
-
-    def add(self, decoding: Decoding) -> None:
-        self.generations += decoding.generations
-        self.tokens.append(decoding.new_tokens)
-        self.seconds.append(decoding.seconds)
-
 
 def compare(
     target: FrozenTarget,
@@ -107,20 +68,27 @@ def compare(
     pair raises the alarm. Raises SpecdraftError if there is no usable prompt, or for a system that it cannot draft.
     """
     prompts = read_prompts(target, recipe.prompts, recipe.limit, recipe.chat_template_kwargs, Faults())
-    systems = [
-        system.settled(target, before, answers, recipe.chat_template_kwargs)
-        if isinstance(system, StaticTreeSystem)
-        else system
-        for system in recipe.systems
-    ]
-    plain = _Run(None, None)
-    pairs = [tuple(_Run(drafter, system.shape()) for drafter in (before, after)) for system in systems]
-    _decode(target, recipe, prompts, [plain, *(run for pair in pairs for run in pair)], progress)
-    steps = [_step_seconds(target, drafter, systems, recipe, prompts) for drafter in (before, after) * _TIMINGS]
+    asked = EvalRecipe(
+        systems=recipe.systems,
+        turns=1,
+        chat_template_kwargs=recipe.chat_template_kwargs,
+        temperature=recipe.temperature,
+        max_new_tokens=recipe.max_new_tokens,
+        batch_size=recipe.batch_size,
+        seed=recipe.seed,
+        bootstrap_samples=recipe.bootstrap_samples,
+        training_prompts=answers,
+    )
+    asked = settled(target, before, asked, prompts)
+    forms, systems = [racing(drafter, asked) for drafter in (before, after)], asked.systems
+    plain = Run("plain")
+    pairs = [tuple(Run(system.name, drafter, system.shape()) for drafter in forms) for system in systems]
+    decode_all(target, asked, prompts, [plain, *(run for pair in pairs for run in pair)], progress)
+    steps = [_step_seconds(target, drafter, asked, prompts) for drafter in forms * _TIMINGS]
     found = []
     for place, (system, runs) in enumerate(zip(systems, pairs, strict=True)):
         taken = [float(np.median([step[place] for step in steps[form::2]])) for form in (0, 1)]
-        sides = [_side(target, recipe, prompts, plain, run, seconds) for run, seconds in zip(runs, taken, strict=True)]
+        sides = [_side(target, asked, prompts, plain, run, seconds) for run, seconds in zip(runs, taken, strict=True)]
         bootstrap = Bootstrap(len(prompts), recipe.bootstrap_samples, recipe.seed)
         first, second = (Counts.of(RoundTable.of([g.rounds for g in run.generations])) for run in runs)
         sums = [(counts.accepted + counts.rounds, counts.rounds) for counts in (second, first)]
@@ -139,37 +107,10 @@ def compare(
     return found
 
 
-def _decode(
-    target: FrozenTarget,
-    recipe: ComparisonRecipe,
-    prompts: Sequence[Prompt],
-    runs: Sequence[_Run],
-    progress: Callable[[int, int], None],
-) -> None:
-    """Every run takes each batch in turn, and another goes first each time: a machine that slows down slows all."""
-    size = recipe.batch_size
-    for run in runs:
-        run.decode(target, recipe, prompts[:size], 0, min(recipe.max_new_tokens, 8))  # warm up
-    done, total = 0, len(runs) * len(prompts)
-    for turn, start in enumerate(range(0, len(prompts), size)):
-        batch = prompts[start : start + size]
-        for place in range(len(runs)):
-            run = runs[(turn + place) % len(runs)]
-            run.add(run.decode(target, recipe, batch, start, recipe.max_new_tokens))
-            done += len(batch)
-            progress(done, total)
-
-
-def _step_seconds(
-    target: FrozenTarget,
-    drafter: Drafter,
-    systems: Sequence[System],
-    recipe: ComparisonRecipe,
-    prompts: Sequence[Prompt],
-) -> list[float]:
+def _step_seconds(target: FrozenTarget, drafter: Drafter, recipe: EvalRecipe, prompts: Sequence[Prompt]) -> list[float]:
     """Seconds of one depth of drafting, for each system, below a middling prompt."""
     middling = sorted((prompt.ids for prompt in prompts), key=len)[len(prompts) // 2]
-    shapes = [system.shape() for system in systems]
+    shapes = [system.shape() for system in recipe.systems]
     batch = [middling] * min(recipe.batch_size, len(prompts))
     drafts = time_parts(target, drafter, shapes, batch, recipe.warp, sizes=()).drafts
     return [seconds / max(depth_of(shape), 1) for seconds, shape in zip(drafts, shapes, strict=True)]
@@ -177,10 +118,10 @@ def _step_seconds(
 
 def _side(
     target: FrozenTarget,
-    recipe: ComparisonRecipe,
+    recipe: EvalRecipe,
     prompts: Sequence[Prompt],
-    plain: _Run,
-    run: _Run,
+    plain: Run,
+    run: Run,
     draft_step_seconds: float,
 ) -> Side:
     bootstrap = Bootstrap(len(prompts), recipe.bootstrap_samples, recipe.seed)
@@ -188,15 +129,10 @@ def _side(
     figures = acceptance(rounds, [len(p.ids) for p in prompts], [p.category for p in prompts], bootstrap)
     if figures.rounds and not figures.proposed:
         raise SpecdraftError(f"the drafter proposed nothing in {figures.rounds} rounds; not a comparison")
-    rates = [(np.array(one.tokens, dtype=float), np.array(one.seconds)) for one in (run, plain)]
-    if recipe.warp.greedy:
-        lossless = compare_greedy(target, [prompt.ids for prompt in prompts], plain.generations, run.generations)
-    else:
-        lossless = check_sampled(run.generations)
     return Side(
         acceptance=figures,
         draft_step_seconds=draft_step_seconds,
-        tokens_per_second=sum(run.tokens) / max(sum(run.seconds), 1e-9),
-        speedup=Bootstrap(len(run.tokens), recipe.bootstrap_samples, recipe.seed).quotient(*rates),
-        losslessness=lossless,
+        tokens_per_second=run.time().tokens_per_second,
+        speedup=speedups(recipe, plain, run)[0],
+        losslessness=losslessness(target, recipe, prompts, plain, run),
     )

@@ -6,7 +6,7 @@ from pydantic import JsonValue
 from rich.table import Table
 from safetensors.torch import load_file
 
-from specdraft.evaluation.page import number
+from specdraft.evaluation.page import drawn, number, piped
 from specdraft.evaluation.report import Acceptance, Estimate, Losslessness, Section
 
 FILE_NAME = "quantize.json"
@@ -154,22 +154,14 @@ def rows(report: QuantizeReport) -> tuple[list[str], list[list[str]]]:
 
 def table(report: QuantizeReport) -> Table:
     """For the terminal."""
-    header, lines = rows(report)
-    drawn = Table(title=report.headline, caption="\n".join([*report.alarms, *report.warnings]), title_justify="left")
-    for place, name in enumerate(header):
-        drawn.add_column(name, justify="left" if place < 2 else "right", overflow="fold")
-    for line in lines:
-        drawn.add_row(*line)
-    return drawn
+    return drawn(report.headline, [*report.alarms, *report.warnings], *rows(report), left=2)
 
 
 def markdown(report: QuantizeReport) -> str:
-    header, lines = rows(report)
     text = [f"# {report.drafter}, quantised", "", f"**{report.headline}**", ""]
     text += [f"> ALARM: {alarm}\n" for alarm in report.alarms] + [f"> {warning}\n" for warning in report.warnings]
-    if lines:
-        text += [f"| {' | '.join(header)} |", f"|---|---|{'---:|' * (len(header) - 2)}"]
-        text += [f"| {' | '.join(line)} |" for line in lines] + [""]
+    if report.pairs:
+        text += [*piped(*rows(report), left=2), ""]
     for form, weights in (("before", report.before), ("after", report.after)):
         held = ", ".join(f"{dtype} {size / 1e6:.2f} MB" for dtype, size in sorted(weights.by_dtype.items()))
         text.append(f"* {form}: {weights.bytes:,} bytes, {weights.linear_bytes:,} in linear weights; {held}")

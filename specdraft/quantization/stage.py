@@ -1,6 +1,5 @@
 """`specdraft quantize`: a trained drafter in integers, and what that changed."""
 
-import json
 import logging
 import shutil
 from collections.abc import Callable
@@ -12,19 +11,19 @@ from typing import Any, Literal, Self, cast
 import torch
 from pydantic import Field, model_validator
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from torch import Tensor, nn
 
 from specdraft import lowbit
 from specdraft.config import Recipe, SpecdraftError
-from specdraft.drafters import DRAFTERS, load_drafter
+from specdraft.drafters import kind_of, load_drafter
 from specdraft.drafters.base import Drafter, TrainableDrafter, read_servable
 from specdraft.drafters.lm import LMDrafter
 from specdraft.evaluation import exhibits
 from specdraft.evaluation.stage import TrainedSource, training_of
 from specdraft.lowbit import QuantizedLinear, Scheme
 from specdraft.packing import pack_linears
-from specdraft.provenance import FILE_NAME, Provenance
+from specdraft.progress import progress_bar
+from specdraft.provenance import Provenance
 from specdraft.quantization.bitsandbytes import KINDS, write_bitsandbytes
 from specdraft.quantization.calibration import CalibrationRecipe, hessians
 from specdraft.quantization.comparison import ComparisonRecipe, compare
@@ -102,8 +101,7 @@ def quantize(recipe: QuantizeRecipe) -> dict[str, Any]:
         )
     target = FrozenTarget.load(recipe.target)
     console = Console(stderr=True)
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(TextColumn("{task.description}"), *columns, console=console) as bar:
+    with progress_bar(console) as bar:
 
         def step(what: str, total: int) -> Callable[[int], None]:
             task = bar.add_task(what, total=total)
@@ -151,7 +149,7 @@ def _write(recipe: QuantizeRecipe, target: FrozenTarget, step: Step) -> tuple[li
     drafter = _loaded(recipe.drafter, target)
     if recipe.scheme in KINDS:
         if not isinstance(drafter, LMDrafter):
-            raise SpecdraftError(f"{recipe.scheme} is for draft LMs: {recipe.drafter} holds a {_kind(drafter)}")
+            raise SpecdraftError(f"{recipe.scheme} is for draft LMs: {recipe.drafter} holds a {kind_of(drafter)}")
         widths = {layer.in_features for layer in layers_to_quantize(drafter, head=False, fusion=False).values()}
         if recipe.bits == 4 and any(width % 64 for width in widths):
             raise SpecdraftError(f"{recipe.scheme} wants widths that are multiples of 64; these are {sorted(widths)}")
@@ -180,10 +178,10 @@ def layers_to_quantize(drafter: TrainableDrafter, *, head: bool, fusion: bool) -
             found[own][name] = layer
     for asked, own in ((head, "head"), (fusion, "fusion")):
         if asked and not found[own]:
-            raise SpecdraftError(f"{own}: true has no effect: a {_kind(drafter)} drafter here has none of its own")
+            raise SpecdraftError(f"{own}: true has no effect: a {kind_of(drafter)} drafter here has none of its own")
     chosen = found["projections"] | (found["head"] if head else {}) | (found["fusion"] if fusion else {})
     if not chosen:
-        raise SpecdraftError(f"there is nothing to quantise in a {_kind(drafter)} drafter but {', '.join(found)}")
+        raise SpecdraftError(f"there is nothing to quantise in a {kind_of(drafter)} drafter but {', '.join(found)}")
     return chosen
 
 
@@ -268,7 +266,7 @@ def _report(
         target=target.name,
         target_fingerprint=target.fingerprint,
         drafter=str(recipe.drafter),
-        kind=_kind(before),
+        kind=kind_of(before),
         scheme=said[0],
         rounding=said[1],
         quantized=layers,
@@ -292,16 +290,8 @@ def _loaded(folder: Path, target: FrozenTarget) -> TrainableDrafter:
     return drafter
 
 
-def _kind(drafter: TrainableDrafter) -> str:
-    return next(name for name, kind in DRAFTERS.items() if isinstance(drafter, kind))
-
-
 def _provenance(recipe: QuantizeRecipe, target: FrozenTarget) -> Provenance:
-    """Of the quantising; how the drafter came about under `recipe.drafter_made`, what it was trained on as its own."""
-    files = [*sorted(recipe.drafter.glob("*.safetensors")), recipe.drafter / "config.json"]
-    made = Provenance.of(recipe, seed=0, target=target.name, fingerprint=target.fingerprint, data=files)
-    if not (recipe.drafter / FILE_NAME).exists():
-        return made
-    before = json.loads((recipe.drafter / FILE_NAME).read_text(encoding="utf-8"))
-    known = {"data": before["recipe"]["data"]} if "data" in before["recipe"] else {}
-    return replace(made, recipe={**made.recipe, **known, "drafter_made": before})
+    """Of the quantising; what the drafter was trained on counts as its own."""
+    made = Provenance.of_conversion(recipe, recipe.drafter, target=target.name, fingerprint=target.fingerprint)
+    trained = made.recipe.get("drafter_made", {"recipe": {}})["recipe"]
+    return replace(made, recipe={**made.recipe, "data": trained["data"]}) if "data" in trained else made

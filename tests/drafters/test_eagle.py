@@ -13,10 +13,10 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.llama import modeling_llama
 
 from specdraft.config import SpecdraftError
-from specdraft.drafters.base import Chain, DynamicTree
 from specdraft.drafters.blocks import Rotary, rope_of
 from specdraft.drafters.eagle import Eagle3Config, Eagle3Drafter
 from specdraft.drafters.proposals import Words
+from specdraft.drafters.shapes import Chain, DynamicTree
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict

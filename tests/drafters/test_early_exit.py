@@ -19,8 +19,9 @@ from specdraft.config import SpecdraftError
 from specdraft.data.batches import collate
 from specdraft.decoding import Generation, generate
 from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Evidence, Shape
+from specdraft.drafters.base import Drafter, Evidence
 from specdraft.drafters.early_exit import EarlyExitDrafter, EarlyExitRecipe, LayersDrafter, SearchRecipe, search
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation.stage import EarlyExitSource
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree

@@ -13,11 +13,12 @@ from models import tiny_model
 
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.ensemble import EnsembleDrafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookahead import LookaheadDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation.stage import EnsembleSource, TrainedSource, training_of
 from specdraft.provenance import Provenance
 from specdraft.target import FrozenTarget

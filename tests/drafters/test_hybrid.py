@@ -16,11 +16,12 @@ from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.dice import Dice, SeededDice
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, Shape
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.hybrid import HybridDrafter
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookahead import LookaheadDrafter
 from specdraft.drafters.lookup import LookupDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation.stage import HybridSource
 from specdraft.target import FrozenTarget
 from specdraft.tree import CHOSEN, NO_NODE, DraftTree

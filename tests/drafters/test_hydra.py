@@ -10,8 +10,9 @@ from models import tiny_model
 from safetensors.torch import load_file
 
 from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, DynamicTree, Evidence, Shape, StaticTree
+from specdraft.drafters.base import Evidence
 from specdraft.drafters.hydra import HydraDrafter, HydraRecipe
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.target import FrozenTarget
 from specdraft.warping import Warp
 

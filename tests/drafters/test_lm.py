@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerFast
 
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
-from specdraft.drafters.base import Chain, StaticTree
 from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.shapes import Chain, StaticTree
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict

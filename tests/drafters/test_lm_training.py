@@ -18,8 +18,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, Drafter
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.lm import LMDrafter, LMRecipe
+from specdraft.drafters.shapes import Chain
 from specdraft.drafters.vocabulary import check_tokenizers
 from specdraft.packing import PackedLinear, pack_linears
 from specdraft.target import FrozenTarget, TargetRecipe

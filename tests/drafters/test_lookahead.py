@@ -14,8 +14,8 @@ from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Decoding, Generation, _Batch, _Row, generate
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
 from specdraft.drafters.lookahead import LookaheadDrafter, LookaheadMemory, Pool
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.evaluation.stage import LookaheadSource
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree

@@ -10,8 +10,8 @@ from specdraft.causal import Observation
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, DynamicTree
 from specdraft.drafters.lookup import LookupDrafter, Text
+from specdraft.drafters.shapes import Chain, DynamicTree
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict

@@ -15,9 +15,10 @@ from torch import Tensor
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, DynamicTree, Evidence, Shape, StaticTree, TrainableDrafter
+from specdraft.drafters.base import Evidence, TrainableDrafter
 from specdraft.drafters.medusa import MedusaDrafter, MedusaRecipe
 from specdraft.drafters.proposals import best_paths
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.evaluation.calibrate import rank_accuracies
 from specdraft.reduction import IGNORED
 from specdraft.target import FrozenTarget

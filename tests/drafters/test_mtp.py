@@ -19,8 +19,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.drafters import load_drafter
-from specdraft.drafters.base import Chain, DynamicTree, Evidence, Shape, StaticTree
+from specdraft.drafters.base import Evidence
 from specdraft.drafters.mtp import MTPDrafter, MTPRecipe, MTPStackDrafter
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.formats.mtp import stitch
 from specdraft.reduction import IGNORED, law_positions
 from specdraft.target import FrozenTarget

@@ -5,8 +5,8 @@ import torch
 from torch import Tensor
 
 from specdraft.dice import SeededDice
-from specdraft.drafters.base import Chain, DynamicTree, Shape, StaticTree
 from specdraft.drafters.proposals import Frontier, Words, propose
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape, StaticTree
 from specdraft.tree import ROOT, DraftTree
 from specdraft.warping import Warp
 

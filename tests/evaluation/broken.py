@@ -8,8 +8,8 @@ from evaluation.markov import VOCABULARY, MarkovDrafter
 from torch import Tensor
 
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain
 from specdraft.drafters.proposals import Words, propose
+from specdraft.drafters.shapes import Chain
 from specdraft.tree import ALONE, NO_NODE, ROOT, DraftTree, Draws
 from specdraft.warping import Warp
 

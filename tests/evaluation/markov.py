@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from specdraft.causal import Observation, Session
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, Shape
+from specdraft.drafters.shapes import Chain, Shape
 from specdraft.target import FrozenTarget
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict

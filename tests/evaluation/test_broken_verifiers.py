@@ -28,7 +28,7 @@ import specdraft.verify
 from specdraft import decoding
 from specdraft.decoding import generate
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain, DynamicTree, Shape
+from specdraft.drafters.shapes import Chain, DynamicTree, Shape
 from specdraft.evaluation import EvalRecipe, Prompt, evaluate
 from specdraft.evaluation.lossless import FAILED_BELOW, check_sampled
 from specdraft.evaluation.report import Losslessness

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from specdraft.causal import Observation, Session
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import EvalRecipe, Prompt, evaluate
 from specdraft.evaluation.costs import Parts, time_parts
 from specdraft.evaluation.curve import Clock, Rows, contexts, filled, predicted

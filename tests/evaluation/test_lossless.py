@@ -12,8 +12,8 @@ from torch import Tensor
 from specdraft import decoding
 from specdraft.decoding import Generation, generate
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain
 from specdraft.drafters.lm import LMDrafter
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation.lossless import (
     FAILED_BELOW,
     check_sampled,

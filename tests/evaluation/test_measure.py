@@ -10,7 +10,7 @@ from evaluation.markov import MarkovDrafter, known_answer, law, markov_target
 from specdraft.config import SpecdraftError
 from specdraft.decoding import generate
 from specdraft.dice import Dice
-from specdraft.drafters.base import Chain
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import ChainSystem, EvalRecipe, Prompt, Report, evaluate
 from specdraft.evaluation.report import Estimate
 from specdraft.tree import DraftTree

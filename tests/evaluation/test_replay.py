@@ -12,8 +12,9 @@ from torch import Tensor
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Generation, generate
 from specdraft.drafters import DRAFTERS
-from specdraft.drafters.base import Chain, DynamicTree, Evidence, StaticTree, TrainableDrafter
+from specdraft.drafters.base import Evidence, TrainableDrafter
 from specdraft.drafters.mtp import MTPDrafter, MTPRecipe
+from specdraft.drafters.shapes import Chain, DynamicTree, StaticTree
 from specdraft.evaluation.replay import NEVER, Ranks, Trace, greedy_trace, read_overlaps, read_ranks
 from specdraft.evaluation.statistics import Bootstrap
 from specdraft.reduction import IGNORED

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from specdraft import cli
 from specdraft.config import SpecdraftError
 from specdraft.decoding import Generation, Round
-from specdraft.drafters.base import Chain, Drafter
+from specdraft.drafters.base import Drafter
 from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
 from specdraft.drafters.lm import LMDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.drafters.medusa import MedusaDrafter, MedusaRecipe
+from specdraft.drafters.shapes import Chain
 from specdraft.evaluation import EvaluateRecipe, Report, evaluate_recipe, page, stage
 from specdraft.evaluation.served import Ask, Replies, VllmEngine, confront, decode_both, judge
 from specdraft.evaluation.served_counts import Counts, Served

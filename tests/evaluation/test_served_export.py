@@ -8,8 +8,7 @@ import pytest
 import torch
 from evaluation.fake_vllm import fake_vllm
 from foreign import shaken
-from models import tiny_model
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft.config import SpecdraftError
 from specdraft.drafters import load_drafter
@@ -26,8 +25,7 @@ V, GAMMA, CAP = 410, 3, 8
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, and head/: an EAGLE-3 head."""
     folder = tmp_path_factory.mktemp("place")
-    tiny_model(vocab_size=V).save_pretrained(folder / "target")
-    chat_tokenizer().save_pretrained(folder / "target")
+    write_target(folder / "target", vocab_size=V)
     target = FrozenTarget.load(TargetRecipe(name=str(folder / "target")))
     head = Eagle3Drafter.for_target(target, Eagle3Recipe(vocabulary=128, unroll=GAMMA), torch.ones(V).long())
     shaken(head).save_pretrained(folder / "head")

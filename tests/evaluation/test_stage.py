@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from models import tiny_model
-from tiny_chat import chat_tokenizer
+from tiny_chat import chat_tokenizer, write_target
 
 from specdraft.config import SpecdraftError
 from specdraft.data.conversations import RowError, parse_row
@@ -18,11 +17,7 @@ from specdraft.provenance import Provenance
 
 @pytest.fixture(scope="module")
 def target_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("target")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return folder
+    return write_target(tmp_path_factory.mktemp("target"))
 
 
 def recipe(target: Path, folder: Path, drafter: dict) -> EvaluateRecipe:

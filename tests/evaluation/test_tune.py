@@ -7,9 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from models import tiny_model
 from pydantic import ValidationError
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft.config import SpecdraftError
 from specdraft.data.respond import RespondRecipe, respond
@@ -28,9 +27,7 @@ QUESTIONS = ["one two one two", "three", "what is the capital of France?", "two 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target, two drafters for it, and prompts."""
     folder = tmp_path_factory.mktemp("tune")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=len(tokenizer)).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    write_target(folder / "target")
     target = FrozenTarget.load(TargetRecipe(name=str(folder / "target"), dtype="float32"))
     for kind in ("eagle3", "medusa"):
         recipe: Any = DRAFTERS[kind].recipe_class(kind=kind, **({"heads": 2} if kind == "medusa" else {}))

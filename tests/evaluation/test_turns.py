@@ -56,8 +56,9 @@ CHATS = [conversation(index, 1 + index % 3) for index in range(10)]  # 1, 2 or 3
 
 
 def raced(settings: EvalRecipe, prompts: Sequence[Prompt] = CHATS) -> tuple[list[Prompt], list[int], list[Run]]:
-    runs = [Run("plain", None), *(Run(system.name, system.shape()) for system in settings.systems)]
-    asked, owners = decode_all(markov_target(P), MarkovDrafter(Q), settings, prompts, runs, None)
+    drafter = MarkovDrafter(Q)
+    runs = [Run("plain"), *(Run(system.name, drafter, system.shape()) for system in settings.systems)]
+    asked, owners = decode_all(markov_target(P), settings, prompts, runs, None)
     return asked, owners, runs
 
 

@@ -8,17 +8,16 @@ from typing import Any
 import pytest
 import torch
 from foreign import shaken
-from models import tiny_model
 from safetensors.torch import load_file, save_file
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft import export as module
 from specdraft.config import SpecdraftError
-from specdraft.drafters import load_drafter
+from specdraft.drafters import kind_of, load_drafter
 from specdraft.drafters.base import TrainableDrafter
 from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
 from specdraft.drafters.medusa import MedusaDrafter, MedusaRecipe
-from specdraft.export import Evidence, ExportRecipe, ImportRecipe, compare, export, gather, import_drafter, kind_of
+from specdraft.export import Evidence, ExportRecipe, ImportRecipe, compare, export, gather, import_drafter
 from specdraft.provenance import Provenance
 from specdraft.target import FrozenTarget, TargetRecipe
 
@@ -29,9 +28,7 @@ V = 410
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, and head/: a trained EAGLE-3 head with a reduced vocabulary and its provenance."""
     folder = tmp_path_factory.mktemp("place")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=V, num_hidden_layers=4).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    write_target(folder / "target", vocab_size=V, num_hidden_layers=4)
     target = FrozenTarget.load(TargetRecipe(name=str(folder / "target")))
     head = shaken(Eagle3Drafter.for_target(target, Eagle3Recipe(vocabulary=128, unroll=3), torch.ones(V).long()))
     head.config.trained_length = 40

@@ -13,7 +13,8 @@ from torch import Tensor
 from specdraft import lowbit
 from specdraft.decoding import generate
 from specdraft.drafters import DRAFTERS, load_drafter
-from specdraft.drafters.base import Chain, Drafter, DynamicTree, TrainableDrafter, read_servable
+from specdraft.drafters.base import Drafter, TrainableDrafter, read_servable
+from specdraft.drafters.shapes import Chain, DynamicTree
 from specdraft.lowbit import Scheme
 from specdraft.packing import pack_linears
 from specdraft.target import FrozenTarget

@@ -10,7 +10,7 @@ from drafting import token_rows
 from models import tiny_model
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
-from tiny_chat import chat_tokenizer
+from tiny_chat import write_target
 
 from specdraft import lowbit
 from specdraft.config import SpecdraftError
@@ -33,9 +33,7 @@ ANSWERED = [("one two", "three four five six seven"), ("what is two and two", "f
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """target/, a drafter of some kinds, copy/ (all that the target is), prompts.jsonl and answers.jsonl."""
     folder = tmp_path_factory.mktemp("quantize")
-    tokenizer = chat_tokenizer()
-    tiny_model(vocab_size=len(tokenizer), intermediate_size=64).save_pretrained(folder / "target")
-    tokenizer.save_pretrained(folder / "target")
+    write_target(folder / "target", intermediate_size=64)
     target = FrozenTarget.load(TargetRecipe(name=str(folder / "target"), dtype="float32"))
     own: dict[str, dict[str, int]] = {"eagle3": {"vocabulary": 64}, "lm": {}, "medusa": {}}
     for kind, settings in own.items():
