@@ -30,6 +30,7 @@ from specdraft.evaluation.served import Ask, VllmEngine, confront, decode_both
 from specdraft.evaluation.served_counts import Served
 from specdraft.formats import FORMATS, Folder, Naming, recognise
 from specdraft.formats.safeailab import TAPS
+from specdraft.lowbit import engine_dtype
 from specdraft.objectives import Prediction
 from specdraft.provenance import Provenance, hash_weights
 from specdraft.target import FrozenTarget, TargetRecipe
@@ -247,8 +248,8 @@ def verify(recipe: ExportRecipe, target: FrozenTarget, drafter: TrainableDrafter
 
 def verify_served(recipe: ExportRecipe, engine: VllmEngine, target: FrozenTarget, drafter: TrainableDrafter) -> Served:
     """An engine's counts with what lies in `recipe.output` beside those of `drafter`, which is moved to the dtype in
-    which engines draft: the target's. Raises SpecdraftError where they differ."""
-    drafter.eval().to(dtype=target.dtype)
+    which engines draft. Raises SpecdraftError where they differ."""
+    nn.Module.to(drafter.eval(), target.device, engine_dtype(drafter, target.dtype))
     ask = Ask(_prompts(recipe, target), recipe.max_new_tokens, _gamma(_predictions(target, drafter)))
     plain, chain = decode_both(target, cast(Drafter, drafter), ask)
     served = confront(engine, target, cast(Drafter, drafter), ask, plain, chain, written=recipe.output)

@@ -153,6 +153,11 @@ def quantized_linears(module: nn.Module) -> dict[str, QuantizedLinear]:
     return {name: child for name, child in module.named_modules() if isinstance(child, QuantizedLinear)}
 
 
+def engine_dtype(drafter: nn.Module, target: torch.dtype) -> torch.dtype | None:
+    """The dtype in which engines draft: their target's; None, as it is, where layers are quantised."""
+    return None if quantized_linears(drafter) else target
+
+
 def plain_linears(module: nn.Module) -> dict[str, nn.Linear]:
     """By name: what could be quantised."""
     return {name: child for name, child in module.named_modules() if type(child) is nn.Linear}

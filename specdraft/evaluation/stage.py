@@ -25,7 +25,7 @@ from specdraft.evaluation.report import Report
 from specdraft.evaluation.served import VllmEngine
 from specdraft.evaluation.served_server import ServerEngine
 from specdraft.evaluation.systems import ChainSystem
-from specdraft.lowbit import quantized_linears
+from specdraft.lowbit import engine_dtype
 from specdraft.packing import pack_linears
 from specdraft.progress import progress_bar
 from specdraft.provenance import FILE_NAME, Provenance, hash_weights
@@ -54,10 +54,10 @@ class TrainedSource(Recipe):
         return checkpoint_of(self.folder, self.revision, self.subfolder)
 
     def load(self, target: FrozenTarget) -> Drafter:
-        """In the target's dtype, as engines serve it, unless it is quantised."""
+        """In the dtype in which engines would draft."""
         drafter = load_drafter(self.checkpoint)
         drafter.attach(target)
-        nn.Module.to(drafter, target.device, None if quantized_linears(drafter) else target.dtype)
+        nn.Module.to(drafter, target.device, engine_dtype(drafter, target.dtype))
         pack_linears(drafter)
         return cast(Drafter, drafter)
 
