@@ -85,7 +85,7 @@ class ExportRecipe(Recipe):
             raise ValueError(f"target_name has no effect: the layout {self.format} does not name the target")
         if self.prompts and not (self.verify or self.verify_engine):
             raise ValueError("prompts have no effect without verify")
-        if self.verify_engine is not None and "vLLM" not in FORMATS[self.format].engines:
+        if self.verify_engine is not None and "vLLM" not in FORMATS[self.format].methods:
             raise ValueError(f"verify_engine: vLLM does not load the layout {self.format}")
         return self
 

@@ -48,10 +48,9 @@ class ColumnLayer(CacheLayerMixin):
 
     def move(self, source: Tensor, landing: Tensor) -> None:
         """Copy, in each row, column source[b, i] to landing[b, i]: int64 [batch, moved]."""
+        rows = torch.arange(len(source), device=source.device)[:, None]
         for buffer in (self.keys, self.values):
-            shape = (-1, buffer.shape[1], -1, buffer.shape[3])
-            moved = buffer.gather(2, source[:, None, :, None].expand(shape))
-            buffer.scatter_(2, landing[:, None, :, None].expand(shape), moved)
+            buffer[rows, :, landing] = buffer[rows, :, source]  # scatter_ would be a hundred times slower in bfloat16
 
     def keep(self, rows: Tensor, width: int) -> None:
         self.keys, self.values, self.filled = self.keys[rows, :, :width], self.values[rows, :, :width], width

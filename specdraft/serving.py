@@ -11,20 +11,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from specdraft.evaluation.report import Report
+from specdraft.formats import FORMATS
 from specdraft.formats.safeailab import TAPS
 
-_VLLM = {
-    "safeailab": "eagle3",
-    "modelopt": "eagle3",
-    "speculators": "eagle3",
-    "eagle1-vllm": "eagle",
-    "medusa-vllm": "medusa",
-    "fasterdecoding": "medusa",
-    "huggingface": "draft_model",
-    "mtp": "mtp",
-}
-_SGLANG = {"safeailab": "EAGLE3", "eagle1-sglang": "EAGLE", "huggingface": "STANDALONE", "mtp": "NEXTN"}
-_TENSORRT = {"safeailab": "Eagle3", "modelopt": "Eagle3", "huggingface": "DraftTarget"}
 _QUANTISED = {"compressed-tensors": {"vLLM", "SGLang", "transformers"}, "bitsandbytes": {"transformers"}}
 """The engines that load a drafter that was quantised so; of others it is not known."""
 _WHY_NONE = {
@@ -69,6 +58,10 @@ class _Asked:
     tree: tuple[int, int, int] | None
     """Depth, width and nodes, where a tree was measured to be best."""
 
+    def method(self, engine: str) -> str | None:
+        """The engine's name of the method; None where it does not load this layout."""
+        return FORMATS[self.layout].methods.get(engine)
+
 
 def commands(
     kind: str,
@@ -110,9 +103,8 @@ def commands(
 
 
 def _vllm(asked: _Asked) -> Engine | None:
-    if asked.layout not in _VLLM:
+    if (method := asked.method("vLLM")) is None:
         return None
-    method = _VLLM[asked.layout]
     settings: dict[str, Any] = {"method": method}
     served = asked.drafter if method == "mtp" else asked.target
     options = ""
@@ -129,7 +121,7 @@ def _vllm(asked: _Asked) -> Engine | None:
 
 
 def _sglang(asked: _Asked) -> Engine | None:
-    if asked.layout not in _SGLANG:
+    if (method := asked.method("SGLang")) is None:
         return None
     if asked.tree is None or asked.layout in ("huggingface", "mtp"):
         depth, width, nodes = asked.gamma, 1, asked.gamma
@@ -139,7 +131,7 @@ def _sglang(asked: _Asked) -> Engine | None:
     if asked.layout == "mtp":
         lines = [f"python -m sglang.launch_server --model-path {shlex.quote(asked.drafter)}"]
         lines += [] if asked.revision is None else [f"--revision {shlex.quote(asked.revision)}"]
-    lines.append(f"--speculative-algorithm {_SGLANG[asked.layout]}")
+    lines.append(f"--speculative-algorithm {method}")
     if asked.layout != "mtp":
         lines.append(f"--speculative-draft-model-path {shlex.quote(asked.drafter)}")
         if asked.revision is not None:
@@ -150,11 +142,12 @@ def _sglang(asked: _Asked) -> Engine | None:
 
 
 def _tensorrt(asked: _Asked) -> Engine | None:
-    if asked.layout not in _TENSORRT or asked.revision is not None:  # it loads a repository's main branch alone
+    method = asked.method("TensorRT-LLM")
+    if method is None or asked.revision is not None:  # it loads a repository's main branch alone
         return None
     lines = [
         "speculative_config:",
-        f"  decoding_type: {_TENSORRT[asked.layout]}",
+        f"  decoding_type: {method}",
         f"  max_draft_len: {asked.gamma}",
         f"  speculative_model: {asked.drafter}",
     ]

@@ -92,7 +92,7 @@ def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path, 
     with_peer = importlib.util.find_spec("economize") is not None  # scripts/bench installs it
     shown, result = bench("decode", *words, *["--peer", "economize"] * with_peer)
     systems = result["systems"]
-    assert len(systems) == (19 if with_peer else 11)
+    assert len(systems) == (20 if with_peer else 12)
     assert {row["tokens"] for row in systems.values()} == {16}
     assert not any(row["different_outputs"] for row in systems.values())
     assert systems["specdraft, plain"]["tokens_per_pass"] == 1
@@ -103,6 +103,23 @@ def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path, 
         ours, theirs = (systems[f"{owner}, {drafts}"]["tokens_per_pass"] for owner in ("specdraft", "economize"))
         assert ours == theirs
     assert ("is left out" in shown) != with_peer
+
+
+@pytest.mark.slow
+def test_every_system_is_measured_once_and_kept(target: Path, answers: Path, tmp_path: Path) -> None:
+    whole = FrozenTarget.load(TargetRecipe(name=str(target), device="cpu"))
+    counts = torch.ones(whole.vocab_size, dtype=torch.int64)
+    Eagle3Drafter.for_target(whole, Eagle3Recipe(), counts).save_pretrained(tmp_path / "head")
+    words = ["--target", target, "--dtype", "float32", "--answers", answers, "--prompts", answers, "--every", 3]
+    words += ["--max-new-tokens", 6, "--head", f"eagle3={tmp_path / 'head'}", "--output", tmp_path / "kept"]
+    shown, result = bench("systems", *words)
+    assert (result["prompts"], result["systems"]) == (2, 10)
+    rows = [line for line in shown.splitlines() if line.count("|") == 7][2:]
+    assert len(rows) == 10
+    assert all(row.endswith("| identical |") for row in rows)
+    assert json.loads((tmp_path / "kept" / "layers.json").read_text())
+    again, _ = bench("systems", *words)
+    assert again.splitlines()[:-1] == shown.splitlines()[:-1]
 
 
 def test_a_verdict_is_over_the_fastest_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

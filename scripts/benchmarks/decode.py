@@ -1,7 +1,8 @@
 """Decoding speed of our loop beside transformers' `generate` and, where it is installed, a peer's decoder.
 
 Greedy, one prompt at a time, in one process, the systems in turns, with the same draft LM, the same prompt lookup and
-the same trained head wherever a system has such a drafter: chains of as many tokens, and a tree where it grows one.
+the same trained head wherever a system has such a drafter: chains of as many tokens, and a tree, or both drafters in
+one, where it has that.
 Specdraft packs a CPU target's weights when it loads it, and others gain by that as well: they are timed on the model as
 transformers loads it, which is what their users have, and on the packed one. The table is on stdout, and on its last
 line one JSON object.
@@ -30,6 +31,7 @@ from specdraft.data.conversations import Faults
 from specdraft.decoding import Decoding, generate
 from specdraft.drafters.base import Drafter
 from specdraft.drafters.eagle import Eagle3Drafter
+from specdraft.drafters.hybrid import HybridDrafter
 from specdraft.drafters.lm import LMDrafter, LMRecipe
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.drafters.shapes import Chain, DynamicTree, Shape
@@ -46,7 +48,7 @@ NGRAM = 3  # tokens of the longest suffix that is looked up, everywhere
 
 Decode = Callable[[list[int]], list[int]]
 """Prompt ids to new ids."""
-Drafts = Literal["plain", "draft LM", "lookup", "head", "head, tree"]
+Drafts = Literal["plain", "draft LM", "lookup", "head", "head, tree", "lookup, else head"]
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,9 @@ class Bench:
         lm = cast(Drafter, LMDrafter.of(small, target))
         drafters: list[tuple[Drafts, Drafter | None, Shape]] = [("plain", None, chain), ("draft LM", lm, chain)]
         drafters.append(("lookup", LookupDrafter(longest=NGRAM), chain))
-        drafters += [("head", head, chain), ("head, tree", head, TREE)] if head is not None else []
+        if head is not None:
+            both = HybridDrafter(LookupDrafter(longest=NGRAM), head, least=1)
+            drafters += [("head", head, chain), ("head, tree", head, TREE), ("lookup, else head", both, chain)]
         for drafts, drafter, shape in drafters:
             watched = [*calls(target), *(calls(small) if drafter is lm else [])]
             self.systems.append(System("specdraft", drafts, Ours(target, drafter, shape, watched, cap)))

@@ -32,14 +32,8 @@ from specdraft.warping import Warp
 
 log = logging.getLogger(__name__)
 
-_METHODS = {
-    "eagle3": ("eagle3", "safeailab"),
-    "eagle1": ("eagle", "eagle1-vllm"),
-    "medusa": ("medusa", "medusa-vllm"),
-    "mtp": ("mtp", "mtp"),
-    "lm": ("draft_model", "huggingface"),
-}
-"""vLLM's name of a kind of drafter, and the layout in which it loads it."""
+_LAYOUTS = {kind: name for name, one in reversed(FORMATS.items()) if "vLLM" in one.methods for kind in one.drafters}
+"""The layout in which vLLM is given a kind of drafter: the first that it loads."""
 _SLACK = 16
 """Tokens of context beyond the last one, within which vLLM would draft less."""
 
@@ -95,8 +89,8 @@ class VllmEngine(Recipe):
                 ".venv-serve/bin/pip install vllm), or name the Python of one that has vLLM"
             )
         kind = kind_of(drafter) if isinstance(drafter, TrainableDrafter) else type(drafter).__name__
-        if not isinstance(drafter, LookupDrafter) and kind not in _METHODS:
-            raise SpecdraftError(f"vLLM does not serve {kind}; it serves {', '.join(_METHODS)} and lookup")
+        if not isinstance(drafter, LookupDrafter) and kind not in _LAYOUTS:
+            raise SpecdraftError(f"vLLM does not serve {kind}; it serves {', '.join(_LAYOUTS)} and lookup")
 
     def serve(self, target: FrozenTarget, drafter: Drafter, ask: Ask, written: Path | None) -> Replies:
         """Raises SpecdraftError with vLLM's last words where it fails, and where it does not speculate."""
@@ -145,9 +139,10 @@ def _speculation(target: FrozenTarget, drafter: Drafter, gamma: int, folder: Pat
         lengths = {"prompt_lookup_min": drafter.shortest, "prompt_lookup_max": drafter.longest}
         return target.name, {"method": "ngram", **asked, **lengths}
     assert isinstance(drafter, TrainableDrafter), "by ready"
-    method, layout = _METHODS[kind_of(drafter)]
+    layout = FORMATS[_LAYOUTS[kind_of(drafter)]]
+    method = layout.methods["vLLM"]
     if not folder.exists():
-        FORMATS[layout].write(drafter, Naming(target, target.name), folder)
+        layout.write(drafter, Naming(target, target.name), folder)
     if method == "mtp":
         return str(folder), {"method": method, **asked}
     return target.name, {"method": method, "model": str(folder), **asked}

@@ -1,7 +1,7 @@
 """Every checkpoint layout: who loads it, how it is written and read, and how it is told from the others."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from specdraft.config import SpecdraftError
@@ -23,6 +23,8 @@ class Format:
     read: Callable[[Folder, FrozenTarget], TrainableDrafter]
     """The drafter in a folder, whoever trained it, in eval mode."""
     recognise: Callable[[Folder], bool]
+    methods: Mapping[str, str] = field(default_factory=dict)
+    """What the engines to which a served drafter is given by name call its method."""
     names_target: bool = False
     """Whether its config.json says where the target is."""
     exact: bool = True
@@ -52,6 +54,7 @@ FORMATS: dict[str, Format] = {
         _SAFEAILAB.write,
         _SAFEAILAB.read,
         safeailab.recognise,
+        {"vLLM": "eagle3", "SGLang": "EAGLE3", "TensorRT-LLM": "Eagle3"},
     ),
     "modelopt": Format(
         ("eagle3",),
@@ -59,6 +62,7 @@ FORMATS: dict[str, Format] = {
         _MODELOPT.write,
         _MODELOPT.read,
         modelopt.recognise,
+        {"vLLM": "eagle3", "TensorRT-LLM": "Eagle3"},
     ),
     "speculators": Format(
         ("eagle3",),
@@ -66,26 +70,42 @@ FORMATS: dict[str, Format] = {
         _SPECULATORS.write,
         _SPECULATORS.read,
         speculators.recognise,
+        {"vLLM": "eagle3"},
         names_target=True,
     ),
-    "eagle1-vllm": Format(("eagle1",), "vLLM", _EAGLE1_VLLM.write, _EAGLE1_VLLM.read, eagle1.recognise_vllm),
-    "eagle1-sglang": Format(("eagle1",), "SGLang", _EAGLE1_SGLANG.write, _EAGLE1_SGLANG.read, eagle1.recognise_sglang),
-    "medusa-vllm": Format(("medusa",), "vLLM", _MEDUSA_VLLM.write, _MEDUSA_VLLM.read, medusa.recognise_vllm),
+    "eagle1-vllm": Format(
+        ("eagle1",), "vLLM", _EAGLE1_VLLM.write, _EAGLE1_VLLM.read, eagle1.recognise_vllm, {"vLLM": "eagle"}
+    ),
+    "eagle1-sglang": Format(
+        ("eagle1",), "SGLang", _EAGLE1_SGLANG.write, _EAGLE1_SGLANG.read, eagle1.recognise_sglang, {"SGLang": "EAGLE"}
+    ),
+    "medusa-vllm": Format(
+        ("medusa",), "vLLM", _MEDUSA_VLLM.write, _MEDUSA_VLLM.read, medusa.recognise_vllm, {"vLLM": "medusa"}
+    ),
     "fasterdecoding": Format(
         ("medusa",),
         "FasterDecoding's Medusa, vLLM",
         _FASTERDECODING.write,
         _FASTERDECODING.read,
         medusa.recognise_fasterdecoding,
+        {"vLLM": "medusa"},
         names_target=True,
     ),
-    "mtp": Format(("mtp",), "vLLM, SGLang; a copy of the target with them", _write_mtp, _read_mtp, mtp.recognise),
+    "mtp": Format(
+        ("mtp",),
+        "vLLM, SGLang; a copy of the target with them",
+        _write_mtp,
+        _read_mtp,
+        mtp.recognise,
+        {"vLLM": "mtp", "SGLang": "NEXTN"},
+    ),
     "huggingface": Format(
         ("lm",),
         "every engine, as the draft model",
         huggingface.write,
         huggingface.read,
         lambda folder: huggingface.recognise(folder) and not mtp.recognise(folder),
+        {"vLLM": "draft_model", "SGLang": "STANDALONE", "TensorRT-LLM": "DraftTarget"},
         exact=False,
     ),
 }
