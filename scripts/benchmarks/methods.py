@@ -31,7 +31,9 @@ from specdraft.drafters.base import Drafter, TrainableDrafter
 from specdraft.drafters.lookup import LookupDrafter
 from specdraft.drafters.shapes import Chain, DynamicTree
 from specdraft.evaluation import EvalRecipe, evaluate
+from specdraft.evaluation.page import number, piped
 from specdraft.evaluation.prompts import Prompt, read_prompts
+from specdraft.evaluation.report import Estimate
 from specdraft.evaluation.stage import TrainedSource
 from specdraft.evaluation.statistics import Bootstrap, acceptance
 from specdraft.evaluation.systems import ChainSystem, TreeSystem
@@ -191,46 +193,46 @@ def spread(prompts: Sequence[Prompt], count: int) -> list[Prompt]:
 
 
 def interval(estimate: dict[str, Any] | None, digits: int = 2) -> str:
-    if estimate is None or estimate["value"] is None:
-        return "–"
-    return f"{estimate['value']:.{digits}f} [{estimate['low']:.{digits}f}, {estimate['high']:.{digits}f}]"
+    return number(None if estimate is None else Estimate.model_validate(estimate), digits)
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
+def table(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: one line an entry."""
-    head = ["parameters", "tokens/s in training", "alpha by depth", "tau, chain of 4", "tau, tree of 15"]
+    head = ["method", "parameters", "tokens/s in training", "alpha by depth", "tau, chain of 4", "tau, tree of 15"]
     head += ["tau, temperature 1", "speed, chain", "speed, tree", "output"]
-    lines = ["| method | " + " | ".join(head) + " |", "|---|" + "---:|" * (len(head) - 1) + "---|"]
+    lines = []
     for row in rows:
         chain, tree, sampled = (row.get(name, {}) for name, _, _ in MEASURED)
         timed = [row.get("speed", {}).get(name, {}) for name in (CHAIN, TREE)]
         speed = row["training"]["positions_per_second"] if "training" in row else None
-        cells = [
-            f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "–",
-            f"{speed:.0f}" if speed else "–",
-            " ".join(f"{alpha['value']:.2f}" if alpha["value"] is not None else "–" for alpha in chain["alpha"]),
-            *(interval(part.get("tau")) for part in (chain, tree, sampled)),
-            *(interval(part.get("speedup")) for part in timed),
-            ", ".join(sorted({part["verdict"] for part in timed if part})) or "–",
-        ]
-        lines.append(f"| {row['name']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(
+            [
+                row["name"],
+                f"{row['parameters'] / 1e6:.1f} M" if "parameters" in row else "–",
+                f"{speed:.0f}" if speed else "–",
+                " ".join(f"{alpha['value']:.2f}" if alpha["value"] is not None else "–" for alpha in chain["alpha"]),
+                *(interval(part.get("tau")) for part in (chain, tree, sampled)),
+                *(interval(part.get("speedup")) for part in timed),
+                ", ".join(sorted({part["verdict"] for part in timed if part})) or "–",
+            ]
+        )
+    return piped(head, lines, 1)
 
 
-def objectives(rows: Sequence[dict[str, Any]]) -> str:
+def objectives(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: tau of the chain by objective, and what it has over forward KL on the same prompts."""
     known = {row["name"]: row for row in rows}
-    lines = ["| method | objective | " + " | ".join(f"{name} | over forward KL" for name, _, _ in MEASURED[::2]) + " |"]
-    lines.append("|---|---|" + "---:|" * 4)
+    lines = []
     for method, term in ((method, term) for method in COMPARED for term in OBJECTIVES):
         if (row := known.get(entry_of(method, term))) is None:
             continue
-        cells = []
+        cells = [method, term]
         for name, _, _ in MEASURED[::2]:
             found, base = row[name], known.get(entry_of(method, "forward_kl"), {}).get(name)
             cells += [interval(found["tau"]), "–" if base is None else interval(gain(found, base), 3)]
-        lines.append(f"| {method} | {term} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+        lines.append(cells)
+    head = ["method", "objective", *(word for name, _, _ in MEASURED[::2] for word in (name, "over forward KL"))]
+    return piped(head, lines, 2)
 
 
 def gain(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
@@ -239,14 +241,12 @@ def gain(found: dict[str, Any], base: dict[str, Any]) -> dict[str, Any]:
     return Bootstrap(len(found["rounds"]), SAMPLES, seed=0).difference(one, other).model_dump()
 
 
-def by_category(rows: Sequence[dict[str, Any]]) -> str:
+def by_category(rows: Sequence[dict[str, Any]]) -> list[str]:
     """Markdown: tau of the chain by category."""
     names = sorted({name for row in rows for name in row[CHAIN]["categories"]})
-    lines = ["| method | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
-    for row in rows:
-        taus = [row[CHAIN]["categories"].get(name, {}).get("value") for name in names]
-        lines.append(f"| {row['name']} | " + " | ".join("–" if tau is None else f"{tau:.2f}" for tau in taus) + " |")
-    return "\n".join(lines)
+    taus = [[row[CHAIN]["categories"].get(name, {}).get("value") for name in names] for row in rows]
+    lines = [["–" if tau is None else f"{tau:.2f}" for tau in line] for line in taus]
+    return piped(["method", *names], [[row["name"], *line] for row, line in zip(rows, lines, strict=True)], 1)
 
 
 def arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -281,7 +281,7 @@ def main() -> None:
             row["speed"] = kept(bench, entry, ".speed", lambda entry=entry: bench.speed(entry, supervised))  # type: ignore[misc]
         rows.append(row)
     listed = [row for entry, row in zip(wanted, rows, strict=True) if entry.timed]
-    print(f"{table(listed)}\n\n{by_category(listed)}\n\n{objectives(rows)}\n")
+    print("\n".join([*table(listed), "", *by_category(listed), "", *objectives(rows), ""]))
     print(json.dumps({"rows": len(rows), "prompts": len(prompts), "output": str(options.output)}))
 
 

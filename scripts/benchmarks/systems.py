@@ -124,7 +124,7 @@ def restored(name: str, parts: Sequence[Mapping[str, Any]]) -> Run:
     return Run(name, None, None, [Generation(rounds=row) for row in rows], batches, [1] * len(batches), places)
 
 
-def tables(recipe: EvalRecipe, prompts: Sequence[Prompt], names: Sequence[str], parts: Sequence[Any]) -> str:
+def tables(recipe: EvalRecipe, prompts: Sequence[Prompt], names: Sequence[str], parts: Sequence[Any]) -> list[str]:
     """Markdown: one line a system; then tau by category."""
     plain, bootstrap = restored("plain", parts), Bootstrap(len(prompts), recipe.bootstrap_samples, recipe.seed)
     lengths, categories = [len(prompt.ids) for prompt in prompts], [prompt.category for prompt in prompts]
@@ -143,7 +143,7 @@ def tables(recipe: EvalRecipe, prompts: Sequence[Prompt], names: Sequence[str], 
         taus = {part.name: part.tau.value for part in figures.slices if part.kind == "category"}
         sliced.append([name, *(f"{taus[one]:.2f}" if taus.get(one) else "–" for one in order)])
     head = ["system", "tau", "alpha by depth", "speed-up", "of decoding alone", "output (answers that part)"]
-    return "\n\n".join(["\n".join(piped(head, whole, 1)), "\n".join(piped(["tau", *order], sliced, 1))])
+    return [*piped(head, whole, 1), "", *piped(["tau", *order], sliced, 1), ""]
 
 
 def arguments() -> argparse.Namespace:
@@ -183,7 +183,7 @@ def main() -> None:
             console.print(f"{min(start + CHUNK, len(prompts))} of {len(prompts)} prompts done")
         parts.append(json.loads(path.read_text()))
     names = [name for name in parts[0] if name != "plain"]
-    print(f"{tables(recipe, prompts, names, parts)}\n")
+    print("\n".join(tables(recipe, prompts, names, parts)))
     spent = sum(batch["seconds"] for part in parts for run in part.values() for batch in run["batches"])
     facts = machine.facts(str(target.dtype))
     print(json.dumps({"prompts": len(prompts), "systems": len(names), "seconds": round(spent), "machine": facts}))

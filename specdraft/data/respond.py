@@ -13,10 +13,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import torch
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 
 from specdraft.config import Recipe, SpecdraftError
@@ -53,12 +53,20 @@ class RespondRecipe(Recipe):
     """Draw from the so many likeliest tokens."""
     top_p: float | None = Field(None, gt=0, le=1)
     """Draw from the likeliest tokens that make up this probability."""
+    samples: int = Field(1, ge=1)
+    """Answers to each prompt, drawn one without regard to another. Raised later, the output is added to."""
     seed: int = 0
     """Each answer's draws depend on this, its prompt and its turn, not on the rows beside it."""
     chat_template_kwargs: dict[str, bool | int | str] = Field(default_factory=dict)
     """The chat template's variables, as the serving engine gets them; such as enable_thinking."""
     strict: bool = False
     """Fail on rows that cannot be used, instead of counting and skipping them."""
+
+    @model_validator(mode="after")
+    def _drawn(self) -> Self:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples has no effect at temperature 0, where all answers are one: set a temperature")
+        return self
 
 
 @dataclass
@@ -188,8 +196,10 @@ def _todo(
             faults.note(conversation.where, fault)
             continue
         usable += 1
-        if conversation.key not in done:
-            todo.append(_Work(conversation.key, script, prompt, conversation))
+        for sample in range(recipe.samples):
+            key = f"{conversation.key}#{sample + 1}" if sample else conversation.key
+            if key not in done:
+                todo.append(_Work(key, [*script], prompt, conversation))
     return sorted(todo, key=lambda work: -len(work.first_prompt))
 
 

@@ -124,6 +124,21 @@ def test_a_stopped_run_goes_on_where_it_was(target, recipe, cut):
     assert respond(with_(recipe, **settings), target)["answered"] == 0
 
 
+def test_more_samples_of_each_prompt_are_added(target, recipe):
+    recipe = with_(recipe, temperature=1.0)
+    respond(recipe, target)
+    once = lines(recipe)
+    assert respond(with_(recipe, samples=3), target)["answered"] == 14
+    thrice = lines(recipe)
+    assert {id: thrice[id] for id in once} == once
+    said = {id: [answer["answer_ids"] for answer in row["answers"]] for id, row in thrice.items()}
+    for id in once:
+        drawn = [said[id], said[f"{id}#2"], said[f"{id}#3"]]
+        assert len({str(answer) for answer in drawn}) == 3
+    with pytest.raises(ValueError, match="samples has no effect at temperature 0"):
+        RespondRecipe.model_validate({**recipe.model_dump(), "samples": 2, "temperature": 0})
+
+
 def test_other_settings_or_another_target_need_another_file(target, recipe):
     respond(with_(recipe, limit=2), target)
     before = Path(recipe.output).read_text()
