@@ -72,7 +72,8 @@ class FrozenTarget(CausalLM):
             )
             tokenizer = AutoTokenizer.from_pretrained(path, **common)
         except (OSError, ValueError) as error:
-            raise SpecdraftError(f"cannot load the target {recipe.name!r}: {error}") from error
+            said = str(error).split("\nModel type should be one of")[0]  # and then every class that there is
+            raise SpecdraftError(f"cannot load the target {recipe.name!r}: {said}") from error
         if recipe.device_map is None:
             nn.Module.to(model, device)
         return cls(model, tokenizer, recipe.name)

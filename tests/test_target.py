@@ -1,6 +1,7 @@
 """A tree's forward equals its paths' forwards, for several families, rows of different lengths, commits included."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import transformers
 from models import FAMILIES, tiny_model
 
 from specdraft.config import SpecdraftError
-from specdraft.target import FrozenTarget
+from specdraft.target import FrozenTarget, TargetRecipe
 from specdraft.tree import DraftTree
 from specdraft.verify import Verdict
 
@@ -149,6 +150,20 @@ def test_an_architecture_that_cannot_be_rolled_back_is_refused_with_the_reason()
     )
     with pytest.raises(SpecdraftError, match="linear_attention"):
         FrozenTarget(transformers.Qwen3NextForCausalLM(config))
+
+
+def test_t34_a_vision_language_target_with_positions_in_three_parts_is_refused(tmp_path: Path) -> None:
+    text = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+    text |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    text["rope_parameters"] = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 10000.0}
+    vision = {"depth": 1, "embed_dim": 32, "num_heads": 2, "hidden_size": 32, "mlp_ratio": 2}
+    config = transformers.Qwen2VLConfig(text_config=text, vision_config=vision)
+    model = transformers.Qwen2VLForConditionalGeneration(config)
+    with pytest.raises(SpecdraftError, match="decoder-only causal LM"):
+        FrozenTarget(model)
+    model.save_pretrained(tmp_path)
+    with pytest.raises(SpecdraftError, match=r"Qwen2VLConfig.*AutoModelForCausalLM\.$"):
+        FrozenTarget.load(TargetRecipe(name=str(tmp_path)))
 
 
 def test_the_fingerprint_tells_weights_apart_and_not_their_dtype() -> None:
