@@ -15,6 +15,7 @@ from tiny_chat import chat_tokenizer
 
 from specdraft.drafters.eagle import Eagle3Drafter, Eagle3Recipe
 from specdraft.target import FrozenTarget, TargetRecipe
+from specdraft.training import TrainRecipe, train
 
 BENCHMARKS = Path(__file__).parent.parent / "scripts" / "benchmarks"
 
@@ -103,6 +104,19 @@ def test_decoding_gives_the_same_output_everywhere(target: Path, answers: Path, 
         ours, theirs = (systems[f"{owner}, {drafts}"]["tokens_per_pass"] for owner in ("specdraft", "economize"))
         assert ours == theirs
     assert ("is left out" in shown) != with_peer
+
+
+@pytest.mark.slow
+def test_growth_is_measured_at_checkpoints_and_at_the_end(target: Path, answers: Path, tmp_path: Path) -> None:
+    settings = {"output_dir": tmp_path / "run", "max_steps": 4, "batch_size": 2, "save_every": 1, "keep": 9}
+    recipe = {"target": {"name": str(target)}, "data": {"answers": [str(answers)]}, "drafter": {"kind": "eagle3"}}
+    trained = train(TrainRecipe.model_validate({**recipe, "training": settings}))
+    words = ("--target", target, "--prompts", answers, "--max-new-tokens", 6, "--plot", tmp_path / "growth.svg")
+    shown, result = bench("growth", tmp_path / "run", "--checkpoints", 2, *words)
+    assert shown.count("\n| run |") == len(result["points"]) >= 3
+    assert [point["final"] for point in result["points"]] == [False] * (len(result["points"]) - 1) + [True]
+    assert result["points"][-1]["positions"] == trained["positions"] > result["points"][0]["positions"] > 0
+    assert "</svg>" in (tmp_path / "growth.svg").read_text()
 
 
 @pytest.mark.slow
