@@ -40,9 +40,9 @@ class Work(NamedTuple):
 
 
 WORK = {
-    "respond": Work("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 90),
-    "sample": Work("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 180),
-    "capture": Work("capture", "capture-smollm2-135m.yaml", "store", 90),
+    "respond": Work("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 70),
+    "sample": Work("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 220),
+    "capture": Work("capture", "capture-smollm2-135m.yaml", "store", 130),
     "train": Work("train", "eagle3-smollm2-135m.yaml", "head", 480),
     "eval": Work("eval", "eval-smollm2-135m.yaml", "report", 120),
 }

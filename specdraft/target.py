@@ -33,14 +33,17 @@ class TargetRecipe(Recipe):
     """Run model code that the checkpoint brings. Off unless you trust its author."""
 
 
-def _cpu_has_bfloat16() -> bool:
-    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+def computes_in_bfloat16(device: torch.device) -> bool:
+    """Whether it has instructions for it: without them, bfloat16 is slower than float32."""
+    if device.type == "cpu":
+        return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+    return device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def _resolve_dtype(recipe: TargetRecipe, device: torch.device) -> torch.dtype | str:
     if recipe.dtype != "auto":
         return getattr(torch, recipe.dtype)
-    return torch.float32 if device.type == "cpu" and not _cpu_has_bfloat16() else "auto"
+    return torch.float32 if device.type == "cpu" and not computes_in_bfloat16(device) else "auto"
 
 
 class FrozenTarget(CausalLM):

@@ -34,7 +34,7 @@ from transformers import (
 from specdraft.config import Recipe, SpecdraftError
 from specdraft.data.batches import LengthBatches, TokenRows, collate
 from specdraft.drafters.base import DrafterOutput, Evidence, TrainableDrafter
-from specdraft.target import FrozenTarget
+from specdraft.target import FrozenTarget, computes_in_bfloat16
 
 log = logging.getLogger(__name__)
 
@@ -73,8 +73,9 @@ class TrainingSettings(Recipe):
     """AdamW's decay rates."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """Clip the gradient to this norm; 0: never."""
-    precision: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Half precisions are autocast over float32 weights; under DeepSpeed they are the engine's own."""
+    precision: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Half precisions are autocast over float32 weights; under DeepSpeed they are the engine's own. `auto`: bfloat16
+    where the device has instructions for it, and not under DeepSpeed."""
     seed: int = 0
     """Of the initial weights and of the order of the data."""
     log_every: int = Field(default=10, ge=1)
@@ -100,6 +101,10 @@ class TrainingSettings(Recipe):
         """transformers' arguments for a target on `device`."""
         cpu = device.type == "cpu"
         several = int(os.environ.get("WORLD_SIZE", "1")) > 1
+        engine = self.deepspeed is not None or os.environ.get("ACCELERATE_USE_DEEPSPEED") == "true"
+        precision = self.precision
+        if precision == "auto":
+            precision = "bfloat16" if computes_in_bfloat16(device) and not engine else "float32"
         arguments = TrainingArguments(
             output_dir=str(self.output_dir),
             num_train_epochs=self.epochs,
@@ -113,8 +118,8 @@ class TrainingSettings(Recipe):
             adam_beta1=self.betas[0],
             adam_beta2=self.betas[1],
             max_grad_norm=self.max_grad_norm,
-            bf16=self.precision == "bfloat16",
-            fp16=self.precision == "float16",
+            bf16=precision == "bfloat16",
+            fp16=precision == "float16",
             seed=self.seed,
             logging_steps=self.log_every,
             logging_first_step=True,

@@ -120,6 +120,15 @@ def test_bfloat16_autocast_over_float32_masters(target: FrozenTarget, tmp_path: 
     assert trainer.state.log_history[-1]["train_loss"] > 0
 
 
+@pytest.mark.parametrize("able", [True, False])
+def test_auto_precision_is_what_the_device_computes_in(
+    able: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdraft.trainer.computes_in_bfloat16", lambda device: able)
+    settings = TrainingSettings(output_dir=tmp_path, precision="auto")
+    assert settings.arguments(torch.device("cpu"), evaluating=False).bf16 is able
+
+
 def test_t32_a_batch_is_overfitted(target: FrozenTarget, tmp_path: Path) -> None:
     trainer = trainer_of(
         target, tmp_path, lengths=(12, 12), settings={"max_steps": 150, "log_every": 150, "learning_rate": 3e-2}
