@@ -40,10 +40,10 @@ class Work(NamedTuple):
 
 
 WORK = {
-    "respond": Work("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 70),
-    "sample": Work("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 220),
-    "capture": Work("capture", "capture-smollm2-135m.yaml", "store", 130),
-    "train": Work("train", "eagle3-smollm2-135m.yaml", "head", 480),
+    "respond": Work("respond", "respond-smollm2-135m.yaml", "answers.jsonl", 130),
+    "sample": Work("respond", "respond-sampled-smollm2-135m.yaml", "sampled.jsonl", 150),
+    "capture": Work("capture", "capture-smollm2-135m.yaml", "store", 70),
+    "train": Work("train", "eagle3-smollm2-135m.yaml", "head", 360),
     "eval": Work("eval", "eval-smollm2-135m.yaml", "report", 120),
 }
 
