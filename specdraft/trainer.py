@@ -310,10 +310,14 @@ class DrafterTrainer(Trainer):
         self.tally.add(output)
         return (loss, output) if return_outputs else loss
 
+    def drain(self) -> dict[str, float]:
+        """Loss and overlap of each depth since this was last called, over all ranks; their positions are counted."""
+        return self.tally.drain(lambda sums: self.accelerator.reduce(sums, "sum"))
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds overlap and loss of each depth to the training lines."""
         if "loss" in logs:
-            logs |= self.tally.drain(lambda sums: self.accelerator.reduce(sums, "sum"))
+            logs |= self.drain()
             if self.finite.skipped:
                 logs["skipped_steps"] = self.finite.skipped
         super().log(logs, start_time)

@@ -96,6 +96,7 @@ def train(recipe: TrainRecipe) -> dict[str, Any]:
     if arguments.should_save:
         made.write(folder)
     outcome = trainer.train(resume_from_checkpoint=checkpoint)
+    trainer.drain()  # the positions behind the last log line
     if recipe.evaluation is not None and not _evaluated_last(trainer):
         trainer.evaluate()
     trainer.save_model(str(folder / FINAL))
