@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-CPU_BFLOAT16 = torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
-DTYPE = "bfloat16" if CPU_BFLOAT16 else "float32"
+from specdraft.target import computes_in_bfloat16
+
+DTYPE = "bfloat16" if computes_in_bfloat16(torch.device("cpu")) else "float32"
 """On a CPU without bfloat16 instructions float32 is several times faster."""
 
 
